@@ -1,0 +1,1 @@
+"""Circuits and data to tables."""

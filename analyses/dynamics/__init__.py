@@ -1,0 +1,1 @@
+"""The theory of the paper, exactly: equations, first integrals, populations, the single-layer model, training."""

@@ -1,0 +1,1 @@
+"""Small models trained at several circuit rates, compared fairly."""

@@ -1,0 +1,1 @@
+"""Circuits over training: tracking and the run store."""

@@ -1,0 +1,1 @@
+"""Weights to circuits: the algebra of factored matrices, and checkpoint reading."""

@@ -1,0 +1,1 @@
+"""Live models: hooks for notebooks and training loops."""

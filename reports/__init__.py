@@ -1,0 +1,1 @@
+"""Tables to figures, HTML and the command line."""
