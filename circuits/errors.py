@@ -1,0 +1,9 @@
+"""The two ways in which qkov refuses: the work failed, or the call was wrong."""
+
+
+class QkovError(Exception):
+    """The work could not be done. The message names the thing, what was expected, what came and what to do next."""
+
+
+class CallError(QkovError, ValueError):
+    """The call itself was wrong: an argument, a path or a mapping. The command line exits with status 2."""

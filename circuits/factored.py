@@ -1,0 +1,174 @@
+"""Circuit: a matrix kept as left @ right, batched over layers and heads."""
+
+from dataclasses import dataclass
+from types import EllipsisType
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from . import spectrum
+from .errors import CallError
+
+Index = int | slice | EllipsisType | None | Tensor | list[int] | list[bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Circuit:
+    """C = left @ right, left [*batch, rows, rank], right [*batch, rank, columns]; C = left without right (collapsed).
+
+    For attention, with W_K and W_Q [d_model, d_head]: W_QK = W_K W_Q^T, rows on the key side and columns on the
+    query side, so that the score is x_key' W_QK x_query. W_OV = W_O W_V, rows on the write side and columns on
+    the read side. TransformerLens' QK and OV are the transposes.
+
+    Leading dimensions are batch dimensions and broadcast, so a key shared by a group of query heads is kept
+    once. Any floating type is taken as it is and stays as it is; every figure is float64, carries no gradient,
+    and is NaN for a matrix of the batch with NaN or infinite entries. Nothing of size [rows, columns] is formed
+    but by `dense`.
+
+    **Raises** CallError when a factor is not a floating tensor of at least two dimensions, none of the matrix
+    dimensions zero, when the inner dimensions differ, or when the batch dimensions do not broadcast.
+    """
+
+    # Plain types: a wrong shape is answered below, in words, also where annotations are checked at run time.
+    left: Tensor
+    right: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse factors that do not make a matrix."""
+        for name, factor in (("left", self.left), ("right", self.right)):
+            if factor is not None and not (isinstance(factor, Tensor) and factor.is_floating_point()):
+                kind = factor.dtype if isinstance(factor, Tensor) else type(factor).__name__
+                raise CallError(f"Circuit: {name} must be a tensor of floating type, got {kind}.")
+            if factor is not None and (factor.ndim < 2 or 0 in factor.shape[-2:]):
+                raise CallError(
+                    f"Circuit: {name} must be a matrix, or a batch [..., rows, columns] of matrices with at least "
+                    f"one row and one column, got shape {list(factor.shape)}."
+                )
+        if self.right is None:
+            return
+        shapes = f"left {list(self.left.shape)} and right {list(self.right.shape)}"
+        if self.left.shape[-1] != self.right.shape[-2]:
+            raise CallError(
+                "Circuit: left [..., rows, rank] and right [..., rank, columns] must share their rank, got "
+                f"{shapes}. Weights stored as [d_model, d_head] on both sides need .mT on the right."
+            )
+        _broadcast(self.left.shape[:-2], self.right.shape[:-2], f"Circuit: {shapes}")
+
+    @classmethod
+    def from_collapsed(cls, matrix: Float[Tensor, "*batch rows columns"]) -> "Circuit":
+        """The circuit of a matrix trained whole, which has no factors."""
+        return cls(matrix)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading dimensions."""
+        if self.right is None:
+            return self.left.shape[:-2]
+        return spectrum.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2])
+
+    @property
+    def shape(self) -> torch.Size:
+        """[*batch, rows, columns]."""
+        columns = (self.left if self.right is None else self.right).shape[-1]
+        return torch.Size((*self.batch_shape, self.left.shape[-2], columns))
+
+    @property
+    def rank_bound(self) -> int:
+        """min(rows, rank, columns): the number of singular values that are returned."""
+        return min(*self.left.shape[-2:], self.shape[-1])
+
+    @property
+    def mT(self) -> "Circuit":  # noqa: N802  torch's name
+        """C', with the sides exchanged."""
+        return Circuit(self.left.mT) if self.right is None else Circuit(self.right.mT, self.left.mT)
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> "Circuit":
+        """Index the batch dimensions as a tensor's; the matrix dimensions stay whole.
+
+        **Raises** CallError when the index does not fit the batch dimensions.
+        """
+        entries = index if isinstance(index, tuple) else (index,)
+        try:
+            # An empty stand-in: indexing the factors themselves could reach into the matrix dimensions.
+            torch.empty(self.batch_shape)[entries]
+        except IndexError as error:
+            raise CallError(f"Circuit: index {index} in batch shape {list(self.batch_shape)}: {error}") from error
+        if any(entry is Ellipsis for entry in entries):
+            entries = (*entries, slice(None), slice(None))
+        factors = (
+            factor.expand(*self.batch_shape, *factor.shape[-2:])[entries]
+            for factor in (self.left, self.right)
+            if factor is not None
+        )
+        return Circuit(*factors)
+
+    def __sub__(self, other: "Circuit") -> "Circuit":
+        """C - D, exactly, in float64: of rank k1 + k2 if both are factored, collapsed otherwise.
+
+        **Raises** CallError when the shapes differ.
+        """
+        batch = self._check_same_matrix(other, "difference")
+        if self.right is None or other.right is None:
+            return Circuit(self.dense() - other.dense())
+        lefts = (spectrum.upcast(self.left), -spectrum.upcast(other.left))
+        rights = (spectrum.upcast(self.right), spectrum.upcast(other.right))
+        return Circuit(
+            torch.cat([left.expand(*batch, *left.shape[-2:]) for left in lefts], dim=-1),
+            torch.cat([right.expand(*batch, *right.shape[-2:]) for right in rights], dim=-2),
+        )
+
+    def inner(self, other: "Circuit") -> Float64[Tensor, "*batch"]:
+        """Frobenius inner product <C, D> = tr(C' D), through the factors: the sum of (L'M) * (R S') for C = LR, D = MS.
+
+        **Raises** CallError when the shapes differ.
+        """
+        self._check_same_matrix(other, "inner product")
+        if self.right is None and other.right is None:
+            return (spectrum.upcast(self.left) * spectrum.upcast(other.left)).sum((-2, -1))
+        if self.right is None:
+            return other.inner(self)
+        rows = spectrum.multiply(self.left.mT, other.left)
+        columns = spectrum.upcast(self.right) if other.right is None else spectrum.multiply(self.right, other.right.mT)
+        return (rows * columns).sum((-2, -1))
+
+    def dense(self) -> Float64[Tensor, "*batch rows columns"]:
+        """The matrix itself, formed."""
+        return spectrum.upcast(self.left) if self.right is None else spectrum.multiply(self.left, self.right)
+
+    def reduction(self) -> spectrum.Reduction:
+        """The small matrices T_left and T_right that carry every orthogonally invariant figure."""
+        return spectrum.reduce(self.left, self.right)
+
+    def singular_values(self) -> Float64[Tensor, "*batch rank_bound"]:
+        """Singular values, largest first; accuracy as in `spectrum.singular_values`."""
+        return spectrum.singular_values(self.left, self.right)
+
+    def svd(self) -> spectrum.ThinSVD:
+        """C = left @ diag(values) @ right, thin: orthonormal columns in left and rows in right."""
+        return spectrum.svd(self.left, self.right)
+
+    def frobenius_norm(self) -> Float64[Tensor, "*batch"]:
+        """||C||_F = tr(C'C)^{1/2}, the root of the sum of the squared singular values."""
+        return spectrum.frobenius_norm(self.left, self.right)
+
+    def nuclear_norm(self) -> Float64[Tensor, "*batch"]:
+        """||C||_*, the sum of the singular values."""
+        return self.singular_values().sum(-1)
+
+    def _check_same_matrix(self, other: "Circuit", operation: str) -> torch.Size:
+        """Refuse circuits of other shapes, and return the batch shape of the two together."""
+        if self.shape[-2:] != other.shape[-2:]:
+            raise CallError(
+                f"Circuit: a {operation} needs two circuits of one shape, got {list(self.shape)} and "
+                f"{list(other.shape)}."
+            )
+        what = f"Circuit {operation}: shapes {list(self.shape)} and {list(other.shape)}"
+        return _broadcast(self.batch_shape, other.batch_shape, what)
+
+
+def _broadcast(first: torch.Size, second: torch.Size, what: str) -> torch.Size:
+    try:
+        return spectrum.broadcast_shapes(first, second)
+    except ValueError as error:
+        raise CallError(f"{what}: the batch dimensions {list(first)} and {list(second)} do not broadcast.") from error

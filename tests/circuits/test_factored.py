@@ -1,0 +1,150 @@
+"""The algebra of circuits against the same algebra on dense float64 matrices."""
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from qkov.circuits import CallError, Circuit
+from torch import Tensor
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dense(circuit: Circuit) -> np.ndarray:
+    left = circuit.left.double().numpy()
+    return left if circuit.right is None else left @ circuit.right.double().numpy()
+
+
+def pair(kind: str) -> tuple[Circuit, Circuit]:
+    first = Circuit(random(2, 3, 9, 4), random(2, 3, 4, 7, seed=1))
+    second = Circuit(random(3, 9, 2, seed=2), random(1, 2, 7, seed=3))
+    collapsed = Circuit.from_collapsed(random(2, 3, 9, 7, seed=4))
+    return {
+        "both factored": (first, second),
+        "second collapsed": (second, collapsed),
+        "first collapsed": (collapsed, first),
+        "both collapsed": (collapsed, Circuit(random(9, 7, seed=5))),
+    }[kind]
+
+
+KINDS = ("both factored", "second collapsed", "first collapsed", "both collapsed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inner_product_and_difference(kind: str) -> None:
+    first, second = pair(kind)
+    expected = (dense(first) * dense(second)).sum((-2, -1))
+    np.testing.assert_allclose(first.inner(second), expected, rtol=1e-12, atol=1e-12)
+    difference = first - second
+    np.testing.assert_allclose(difference.dense(), dense(first) - dense(second), rtol=0, atol=1e-13)
+    assert (difference.right is None) == ("collapsed" in kind)
+    if difference.right is not None:
+        assert difference.left.shape[-1] == 6
+        assert difference.rank_bound == 6
+
+
+def test_difference_of_near_circuits_keeps_its_digits() -> None:
+    left, right = random(30, 5).double(), random(5, 30, seed=1).double()
+    step = random(30, 5, seed=2).double() * 2.0**-30
+    difference = Circuit(left + step, right) - Circuit(left, right)
+    # The sum left + step is rounded, so the step that was taken is what the factors differ by.
+    expected = ((left + step) - left).numpy() @ right.numpy()
+    values = np.linalg.svd(expected, compute_uv=False)[:5]
+    np.testing.assert_allclose(difference.singular_values()[:5], values, rtol=1e-5)
+    assert difference.frobenius_norm().item() == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+
+
+def test_shapes_norms_and_transpose() -> None:
+    circuit = Circuit(random(2, 1, 9, 4), random(3, 4, 7, seed=1))
+    assert circuit.shape == (2, 3, 9, 7)
+    assert circuit.batch_shape == (2, 3)
+    assert circuit.rank_bound == 4
+    assert Circuit(random(2, 9), random(9, 5)).rank_bound == 2
+    assert circuit.mT.shape == (2, 3, 7, 9)
+    np.testing.assert_allclose(circuit.dense(), dense(circuit), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(circuit.mT.dense(), dense(circuit).swapaxes(-2, -1), rtol=0, atol=1e-13)
+    nuclear = np.linalg.svd(dense(circuit), compute_uv=False).sum(-1)
+    np.testing.assert_allclose(circuit.nuclear_norm(), nuclear, rtol=1e-12)
+    collapsed = Circuit.from_collapsed(random(2, 9, 7))
+    assert collapsed.right is None
+    assert collapsed.rank_bound == 7
+    assert collapsed.shape == (2, 9, 7)
+    np.testing.assert_array_equal(collapsed.mT.dense(), dense(collapsed).swapaxes(-2, -1))
+    np.testing.assert_allclose(collapsed.nuclear_norm(), np.linalg.norm(dense(collapsed), "nuc", axis=(1, 2)))
+    np.testing.assert_allclose(collapsed.frobenius_norm(), np.linalg.norm(dense(collapsed), axis=(1, 2)))
+
+
+@pytest.mark.parametrize("collapsed", [False, True])
+@pytest.mark.parametrize(
+    "index",
+    [1, -1, slice(1), (slice(None), 2), (..., 0), (1, 2), (0, ..., 1), None, torch.tensor([1, 0, 1]), [True, False]],
+    ids=str,
+)
+def test_indexing_reaches_batch_dimensions_only(index: Any, collapsed: bool) -> None:
+    circuit = Circuit(random(2, 3, 5, 4)) if collapsed else Circuit(random(2, 1, 5, 2), random(3, 2, 4, seed=1))
+    # Indexing the labels of the six matrices cannot mistake a matrix dimension for a batch one.
+    labels = np.arange(6).reshape(2, 3)[index.numpy() if isinstance(index, Tensor) else index]
+    expected = dense(circuit).reshape(6, 5, 4)[labels]
+    chosen = circuit[index]
+    np.testing.assert_allclose(chosen.dense(), expected, rtol=0, atol=1e-13)
+    assert chosen.batch_shape == labels.shape
+
+
+def test_indexing_past_the_batch_is_refused() -> None:
+    circuit = Circuit(random(2, 5, 3), random(2, 3, 5))
+    for index in (2, (0, 0), (..., 0, 0)):
+        with pytest.raises(CallError, match=r"batch shape \[2\]"):
+            circuit[index]
+
+
+def test_wrong_factors_are_refused_by_name() -> None:
+    with pytest.raises(CallError, match=r"left \[5, 3\] and right \[4, 5\].*\.mT"):
+        Circuit(random(5, 3), random(4, 5))
+    with pytest.raises(CallError, match=r"batch dimensions \[2\] and \[3\]"):
+        Circuit(random(2, 5, 3), random(3, 3, 5))
+    with pytest.raises(CallError, match=r"left must be a matrix.*\[5\]"):
+        Circuit(random(5))
+    with pytest.raises(CallError, match=r"right must be a matrix.*\[0, 5\]"):
+        Circuit(random(5, 1), random(0, 5))
+    with pytest.raises(CallError, match=r"left must be a tensor of floating type, got torch.int64"):
+        Circuit(torch.ones(3, 3, dtype=torch.int64))
+
+
+def test_circuits_of_other_shapes_do_not_combine() -> None:
+    circuit = Circuit(random(2, 5, 3), random(2, 3, 6))
+    for other in (circuit.mT, Circuit(random(3, 5, 6))):
+        with pytest.raises(CallError, match=r"difference.*\[2, 5, 6\]"):
+            _ = circuit - other
+        with pytest.raises(CallError, match=r"inner product.*\[2, 5, 6\]"):
+            circuit.inner(other)
+
+
+def test_narrow_types_mix() -> None:
+    first = Circuit(random(6, 2).to(torch.bfloat16), random(2, 5).to(torch.float8_e4m3fn))
+    second = Circuit(random(6, 3, seed=1), random(3, 5, seed=2).half())
+    np.testing.assert_allclose((first - second).dense(), dense(first) - dense(second), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(first.inner(second), (dense(first) * dense(second)).sum(), rtol=1e-12)
+    assert first.left.dtype == torch.bfloat16
+
+
+def test_the_product_is_never_formed() -> None:
+    # Dense, each of these would take 320 gigabytes.
+    left = torch.eye(200_000, 2) * torch.tensor([3.0, 1.0])
+    circuit = Circuit(left, left.mT)
+    difference = circuit - Circuit(left[:, :1], left[:, :1].mT)
+    np.testing.assert_allclose(circuit.singular_values(), [9, 1], rtol=1e-12)
+    np.testing.assert_allclose(circuit.svd().values, [9, 1], rtol=1e-12)
+    assert circuit.frobenius_norm().item() == pytest.approx(82**0.5, rel=1e-12)
+    assert circuit.inner(difference).item() == pytest.approx(1, rel=1e-12)
+    np.testing.assert_allclose(difference.singular_values(), [1, 0, 0], rtol=0, atol=1e-14)
+
+
+def test_import_is_light() -> None:
+    code = "import sys, qkov.circuits; print(*({'transformers', 'transformer_lens', 'matplotlib'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == ""
