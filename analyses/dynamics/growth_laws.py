@@ -1,0 +1,257 @@
+"""How mu_QK grows: with mu_OV and in time, before attention saturates and after."""
+
+import math
+from typing import NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Float
+from scipy.optimize import brentq
+from scipy.special import expi, lambertw, wrightomega
+
+from ...circuits.errors import CallError
+from .first_integrals import applies, check_series, output_change
+from .setting import Numbers, Parameterization, Scalar, Setting, Start, check_ratio
+
+
+def straight_line(parameterization: Parameterization, mu_qk: Numbers, mu_ov: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the coordinates (x, y) in which growth before saturation is a straight line.
+
+    CACO (mu_OV^2, mu_QK), CAFO (mu_OV, mu_QK), FACO (mu_OV^2, ln mu_QK), FAFO (mu_OV, ln mu_QK).
+    """
+    x = mu_ov if parameterization.factorized_output else mu_ov**2
+    return x, cast("Numbers", np.log(mu_qk)) if parameterization.factorized_attention else mu_qk
+
+
+def straight_line_slope(
+    setting: Setting, parameterization: Parameterization, r: Scalar, start: Start | None = None
+) -> float:
+    """Slope dy/dx of the law in the coordinates of `straight_line`, with alpha frozen at the start's alpha_0.
+
+        CACO  r K (1 - alpha_0) / 2                CAFO  r K (1 - alpha_0) / (2 sigma_O)
+        FACO  r K (1 - alpha_0) sigma_Q            FAFO  r K (1 - alpha_0) sigma_Q / sigma_O
+
+    At the default starts alpha_0 is m/(m+n), exactly for collapsed attention and to 0.01 for factorized attention.
+    Source: dmu_QK/dmu_OV with alpha = alpha_0; CACO is Lemma 3 of "Faster Query-Key Learning Sharpens Attention", the
+    others were derived for this project.
+    """
+    start = Start.checked(start, parameterization)
+    return check_ratio(r) * _slope_per_r(setting, parameterization, float(start.mu_qk))
+
+
+def _slope_per_r(setting: Setting, parameterization: Parameterization, mu_qk: float) -> float:
+    """Return the law's slope at r = 1 with alpha frozen where mu_QK puts it."""
+    slope = setting.K * setting.background_attention(mu_qk) / 2
+    if parameterization.factorized_output:
+        slope /= setting.sigma_ov
+    if parameterization.factorized_attention:
+        slope *= 2 * setting.sigma_qk
+    return float(slope)
+
+
+def mu_qk_before_saturation(
+    setting: Setting, parameterization: Parameterization, r: Scalar, mu_ov: Numbers, start: Start | None = None
+) -> Numbers:
+    """Return mu_QK as the law before saturation has it: with c from `straight_line_slope` and x as there,
+
+        CACO, CAFO  mu_QK(0) + c Delta x        FACO, FAFO  mu_QK(0) exp(c Delta x).
+
+    To first order in the change of mu_QK it is the first integral, so its relative error vanishes with r.
+    """
+    start = Start.checked(start, parameterization)
+    slope = straight_line_slope(setting, parameterization, r, start)
+    x = mu_ov - start.mu_ov if parameterization.factorized_output else mu_ov**2 - start.mu_ov**2
+    if parameterization.factorized_attention:
+        return cast("Numbers", start.mu_qk * np.exp(slope * x))
+    return start.mu_qk + slope * x
+
+
+def log_time_coefficient(
+    setting: Setting, parameterization: Parameterization, r: Scalar, start: Start | None = None
+) -> float:
+    """Constant of the law in time, straight_line_slope / alpha_0^2 (collapsed output) or / alpha_0 (factorized).
+
+        CACO  mu_QK ~ c ln^2 t          CAFO  mu_QK ~ c ln t
+        FACO  ln mu_QK ~ c ln^2 t       FAFO  ln mu_QK ~ c ln t, a power of t
+
+    for mu_OV ~ (1/alpha_0) ln t, at times long enough for that and short of saturation. Source: CACO is Lemma 3 of
+    "Faster Query-Key Learning Sharpens Attention"; the others were derived for this project.
+    """
+    start = Start.checked(start, parameterization)
+    attention = float(setting.attention(float(start.mu_qk)))
+    slope = straight_line_slope(setting, parameterization, r, start)
+    return slope / (attention if parameterization.factorized_output else attention**2)
+
+
+def mu_ov_at_fixed_attention(
+    setting: Setting,
+    parameterization: Parameterization,
+    time: Numbers,
+    attention: Scalar,
+    start: Start | None = None,
+) -> Numbers:
+    """Return mu_OV at each time while the attention stays fixed: alpha_0 before saturation, 1 after it.
+
+    With x = alpha mu_OV, exactly
+
+        e^x + (M-1) x = e^x_0 + (M-1) x_0 + alpha^2 t / b                                collapsed output
+        Ei(x) + (M-1) ln x = Ei(x_0) + (M-1) ln x_0 + 2 sigma_O alpha t / b              factorized output
+
+    so x ~ ln t in both, with ln ln t to add for a factorized output. Derived for this project.
+
+    Raises:
+        CallError: attention not in (0, 1], a negative time, a factorized circuit started at its saddle.
+    """
+    start = Start.checked(start, parameterization)
+    if not 0 < attention <= 1:
+        raise CallError(f"attention must be in (0, 1], got {attention!r}.")
+    times = np.asarray(time, dtype=float)
+    if not np.all(times >= 0):
+        raise CallError(f"time must be >= 0, got {times.min():g}.")
+    first, others = attention * start.mu_ov, setting.M - 1
+    if parameterization.factorized_output:
+        elapsed = 2 * setting.sigma_ov * attention / setting.b * times
+        margins = [_margin_of_factorized_output(first, others, clock) for clock in elapsed.ravel().tolist()]
+        margin = np.array(margins).reshape(times.shape)
+    else:
+        # u = e^x / (M-1) turns the equation into ln u + u = z, which the Wright omega function solves
+        total = (math.exp(first) + others * first + attention**2 / setting.b * times) / others
+        margin = math.log(others) + np.log(wrightomega(total - math.log(others)))
+    mu_ov = margin / attention
+    return cast("Numbers", mu_ov if isinstance(time, np.ndarray) else float(mu_ov))
+
+
+def _margin_of_factorized_output(first: float, others: int, elapsed: float) -> float:
+    """Return the x at which Ei(x) + others ln x has grown by `elapsed` since x = first."""
+    if elapsed == 0:
+        return first
+    # Ei grows at least as ln x, and at least as e e^{x/2}, so the root is below both of these
+    farthest = min(
+        math.log(first) + elapsed / (1 + others), math.log(first + 2 * math.log1p(elapsed * math.exp(-1 - first / 2)))
+    )
+
+    def residual(log_x: float) -> float:
+        return expi(math.exp(log_x)) - expi(first) + others * (log_x - math.log(first)) - elapsed
+
+    log_x = brentq(residual, math.log(first), farthest + 1e-9, xtol=1e-15)
+    return math.exp(cast("float", log_x))
+
+
+def mu_qk_after_saturation(setting: Setting, parameterization: Parameterization, r: Scalar, mu_ov: Numbers) -> Numbers:
+    """Return mu_QK at a mu_OV long after saturation, from the leading terms of the first integral.
+
+    With E = r K mu_OV^2 / 2 (collapsed output) or r K mu_OV / (2 sigma_O) (factorized output),
+
+        (m/n) e^mu_QK = E                              collapsed attention
+        (m/n) e^mu_QK / mu_QK = 2 sigma_Q E            factorized attention, the larger root
+
+    With mu_OV ~ ln t, mu_QK ~ 2 ln ln t after a collapsed output and ln ln t after a factorized one, whatever the
+    attention. What is left out is of order mu_QK e^-mu_QK for collapsed attention but 1/mu_QK for factorized, which
+    comes to its limit slowly. nan where there is no such root yet; mu_ov > 0. Derived for this project.
+    """
+    ratio = setting.m / setting.n
+    drive = check_ratio(r) * output_change(setting, parameterization, 0.0, mu_ov)
+    if not parameterization.factorized_attention:
+        return cast("Numbers", np.log(drive / ratio))
+    inverse = ratio / (2 * setting.sigma_qk * drive)
+    root = np.where(inverse < math.exp(-1), -lambertw(-np.minimum(inverse, math.exp(-1)), -1).real, np.nan)
+    return cast("Numbers", root)
+
+
+def background_attention_after_saturation(
+    setting: Setting, parameterization: Parameterization, r: Scalar, mu_ov: Numbers
+) -> Numbers:
+    """Return 1 - alpha ~ (n/m) e^{-mu_QK} at a mu_OV long after saturation.
+
+        CACO  2 / (r K mu_OV^2)                            CAFO  2 sigma_O / (r K mu_OV)
+        FACO  1 / (sigma_Q r K mu_OV^2 mu_QK)              FAFO  sigma_O / (sigma_Q r K mu_OV mu_QK)
+
+    with mu_QK from `mu_qk_after_saturation`; nan where that is. Derived for this project.
+    """
+    mu_qk = mu_qk_after_saturation(setting, parameterization, r, mu_ov)
+    return cast("Numbers", setting.n / setting.m * np.exp(-mu_qk))
+
+
+class GrowthFit(NamedTuple):
+    """A straight line through a series in one law's coordinates; nan throughout where the law does not apply.
+
+    Attributes:
+        slope: of the line.
+        intercept: of the line.
+        r_squared: share of the variance of the law's own y (mu_QK, or ln mu_QK) that the line explains.
+        residual: rms misfit of mu_QK itself over the rms of its change, so that laws compare.
+        r: eta_QK / eta_OV that theory reads off the slope.
+    """
+
+    slope: float
+    intercept: float
+    r_squared: float
+    residual: float
+    r: float
+
+
+class GrowthFits(NamedTuple):
+    """All four laws against one series.
+
+    Attributes:
+        fits: by parameterization.
+        best: the parameterization whose law has the smallest residual.
+        samples: how many samples, from the first, came before saturation and were used.
+    """
+
+    fits: dict[Parameterization, GrowthFit]
+    best: Parameterization
+    samples: int
+
+
+def fit_growth(
+    mu_ov: Float[np.ndarray, " time"],
+    mu_qk: Float[np.ndarray, " time"],
+    setting: Setting,
+    departure: Scalar = 0.1,
+) -> GrowthFits:
+    """Fit a measured series in the coordinates of each growth law, on its part before saturation.
+
+    That part ends when 1 - alpha, which the laws take to be constant, has fallen by the fraction `departure`. Lines
+    are least squares with an intercept in the law's coordinates. While ln mu_QK has changed by much less than 1 an
+    exponential and a line cannot be told apart by this fit; `first_integrals.fit_ratio` still can.
+
+    Raises:
+        CallError: fewer than three samples before saturation, unequal lengths, a value not finite, or a constant one;
+            departure not in (0, 1).
+    """
+    if not 0 < departure < 1:
+        raise CallError(f"departure, the fall of 1 - alpha that ends the fit, must be in (0, 1), got {departure!r}.")
+    check_series(mu_qk, mu_ov)
+    background = setting.background_attention(mu_qk)
+    samples = int(np.argmax(np.append(background < (1 - departure) * background[0], True)))
+    if samples < 3:
+        raise CallError(
+            f"fit_growth needs three samples before saturation, got {samples}: log more often at the start, or raise "
+            f"departure (now {departure:g})."
+        )
+    mu_ov, mu_qk = mu_ov[:samples], mu_qk[:samples]
+    check_series(mu_qk, mu_ov)
+    fits = {
+        parameterization: _fit_line(setting, parameterization, mu_qk, mu_ov) for parameterization in Parameterization
+    }
+    # CACO applies to any series, so at least one residual is a number
+    best = min(fits, key=lambda parameterization: np.nan_to_num(fits[parameterization].residual, nan=np.inf))
+    return GrowthFits(fits, best, samples)
+
+
+def _fit_line(setting: Setting, parameterization: Parameterization, mu_qk: np.ndarray, mu_ov: np.ndarray) -> GrowthFit:
+    """Return the least-squares line in one law's coordinates."""
+    if not applies(parameterization, mu_qk, mu_ov):
+        return GrowthFit(math.nan, math.nan, math.nan, math.nan, math.nan)
+    x, y = straight_line(parameterization, mu_qk, mu_ov)
+    off_x, off_y = x - x.mean(), y - y.mean()
+    slope = float(off_x @ off_y / (off_x @ off_x))
+    line = y.mean() + slope * off_x
+    predicted = np.exp(line) if parameterization.factorized_attention else line
+    return GrowthFit(
+        slope,
+        float(y.mean() - slope * x.mean()),
+        float(1 - np.sum((y - line) ** 2) / np.sum(off_y**2)),
+        float(np.sqrt(np.mean((predicted - mu_qk) ** 2) / np.mean((mu_qk - mu_qk[0]) ** 2))),
+        slope / _slope_per_r(setting, parameterization, float(mu_qk[0])),
+    )
