@@ -1,0 +1,94 @@
+"""Where training starts: balanced and aligned, unbalanced, the paper's, and random."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...circuits.errors import CallError
+from .model import SingleLayerAttention
+from .populations import Directions
+from .setting import Start
+
+
+def balanced_factors(
+    matrix: Float[Tensor, "rows columns"], d_head: int
+) -> tuple[Float[Tensor, "rows d_head"], Float[Tensor, "d_head columns"]]:
+    """Return A, B with A B = matrix and A'A = B B': A = U S^{1/2}, B = S^{1/2} V', padded with zeros to d_head.
+
+    Raises:
+        CallError: d_head is smaller than the rank of the matrix.
+    """
+    left, singular_values, right = torch.linalg.svd(matrix, full_matrices=False)
+    rank = int(torch.linalg.matrix_rank(matrix))
+    if d_head < rank:
+        raise CallError(f"d_head = {d_head} cannot hold a start of rank {rank}: use d_head >= {rank}")
+    root = singular_values[:rank].sqrt()
+    A = matrix.new_zeros(matrix.shape[0], d_head)
+    B = matrix.new_zeros(d_head, matrix.shape[1])
+    A[:, :rank] = left[:, :rank] * root
+    B[:rank] = root[:, None] * right[:rank]
+    return A, B
+
+
+@torch.no_grad()
+def aligned_start(model: SingleLayerAttention, directions: Directions, start: Start, imbalance: float = 0.0) -> None:
+    """Start every run and head at W_QK = mu_QK C_QK and W_OV = mu_OV C_OV, divided evenly among the heads.
+
+    With imbalance s > 0 the factors become A D and D^{-1} B, where ln D runs evenly from 0 to s over the singular
+    directions: the products are unchanged, and A'A - B B' is not zero.
+
+    Raises:
+        CallError: d_head is too small for the direction's rank.
+    """
+    heads = model.get_parameter(model.output_names[0]).shape[1]
+    qk = directions.qk * (start.mu_qk / heads)
+    ov = directions.ov * (start.mu_ov / heads)
+    if model.parameterization.factorized_attention:
+        W_K, W_Q = _unbalanced(*balanced_factors(qk, model.get_parameter("W_Q").shape[-1]), imbalance)
+        model.get_parameter("W_K").copy_(W_K)
+        model.get_parameter("W_Q").copy_(W_Q.T)
+    else:
+        model.get_parameter("W_QK").copy_(qk)
+    if model.parameterization.factorized_output:
+        W_O, W_V = _unbalanced(*balanced_factors(ov, model.get_parameter("W_V").shape[-1]), imbalance)
+        model.get_parameter("W_O").copy_(W_O.T)
+        model.get_parameter("W_V").copy_(W_V.T)
+    else:
+        model.get_parameter("W_OV").copy_(ov)
+
+
+@torch.no_grad()
+def identity_start(model: SingleLayerAttention, scale: float = 1e-6) -> None:
+    """Start every weight at scale times the identity (a rectangle's main diagonal), as the paper's 50-token runs do."""
+    for parameter in model.parameters():
+        parameter.zero_()
+        parameter.diagonal(dim1=-2, dim2=-1).fill_(scale)
+
+
+@torch.no_grad()
+def random_start(model: SingleLayerAttention, seed: int, names: tuple[str, ...] | None = None) -> None:
+    """Start weights as torch.nn.Linear does, uniform in +-1/sqrt(inputs); all runs get the same weights.
+
+    Args:
+        model: the model to start.
+        seed: of the draw.
+        names: the parameters to draw; all of them if not given (the paper draws W_QK of CACO, W_Q and W_K of one FAFO).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    inputs_first = {"W_Q", "W_K", "W_V", "W_O"}
+    for name, parameter in model.named_parameters():
+        if names is not None and name not in names:
+            continue
+        inputs = parameter.shape[-2] if name in inputs_first else parameter.shape[-1]
+        bound = 1 / math.sqrt(inputs)
+        drawn = torch.rand(parameter.shape[1:], generator=generator, dtype=parameter.dtype)
+        parameter.copy_(bound * (2 * drawn - 1))
+
+
+def _unbalanced(A: Tensor, B: Tensor, imbalance: float) -> tuple[Tensor, Tensor]:
+    rank = int((A.norm(dim=0) > 0).sum())
+    spread = torch.zeros(A.shape[1], dtype=A.dtype)
+    spread[:rank] = torch.linspace(0, imbalance, rank, dtype=A.dtype)
+    return A * spread.exp(), spread.neg().exp()[:, None] * B

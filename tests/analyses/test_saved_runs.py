@@ -1,0 +1,91 @@
+"""Saved runs: the same seed and settings give the same files, and what they say of a step is so."""
+
+import numpy as np
+import torch
+from qkov.analyses.dynamics.model import SingleLayerAttention
+from qkov.analyses.dynamics.populations import directions, exact_population
+from qkov.analyses.dynamics.saved_runs import log_spaced_steps, save_runs, step_agreement
+from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
+from qkov.analyses.dynamics.starts import aligned_start
+from qkov.analyses.dynamics.step_sizes import RelativeStep
+from qkov.analyses.dynamics.training import train
+from qkov.circuits.checkpoints import find_checkpoints, open_checkpoint
+from qkov.circuits.factored import Circuit
+
+SETTING = Setting(M=3, b=2, m=1, n=2)
+
+
+def saved(folder, imbalance=0.0):
+    exact = directions(SETTING)
+    model = SingleLayerAttention(exact.qk.shape[0], 3, Parameterization.FAFO, d_head=3, runs=2)
+    aligned_start(model, exact, Start(0.1, 0.1), imbalance)
+    ratios = [0.5, 5.0]
+    states = train(model, exact_population(SETTING), ratios, step_size=RelativeStep(0.02), losses=[0.5, 0.05])
+    folders = [folder / "slow", folder / "fast"]
+    reached = save_runs(states, folders, [{"ratio": ratio} for ratio in ratios], ratios, log_spaced_steps(1000, 10))
+    return folders, reached
+
+
+def test_log_spaced_steps():
+    assert log_spaced_steps(1000, 4) == {0, 1, 10, 100, 1000}
+
+
+def test_runs_are_saved_at_their_steps_and_losses_with_what_a_reader_needs(tmp_path):
+    folders, reached = saved(tmp_path)
+    for folder, losses in zip(folders, reached, strict=True):
+        checkpoints = find_checkpoints(folder)
+        steps = [checkpoint.step for checkpoint in checkpoints]
+        assert steps[0] == 0
+        assert steps == sorted(steps)
+        assert set(losses.values()) <= set(steps)
+        assert list(losses) == [0.5, 0.05]
+        assert steps[-1] == losses[0.05]
+        last = open_checkpoint(checkpoints[-1].path)
+        assert abs(last.scalars["loss"] / 0.05 - 1) < 1e-3
+        (weights,) = last.layers()
+        assert weights.W_Q is not None
+        assert weights.W_Q.dtype == torch.float64
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    first, _ = saved(tmp_path / "a")
+    second, _ = saved(tmp_path / "b")
+    for one, other in zip(first, second, strict=True):
+        names = sorted(path.name for path in one.iterdir())
+        assert names == sorted(path.name for path in other.iterdir())
+        assert all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def test_omega_tells_the_step_of_balanced_factors_only(tmp_path):
+    for imbalance, tells in ((0.0, True), (1.5, False)):
+        folders, _ = saved(tmp_path / str(imbalance), imbalance)
+        for checkpoint in find_checkpoints(folders[0])[:3]:
+            scalars = open_checkpoint(checkpoint.path).scalars
+            for circuit in ("qk", "ov"):
+                assert (scalars[f"omega_cosine_{circuit}"] > 0.999) == tells
+                # The exact operator leaves out only the second order of the step, here 1 % of the first.
+                assert scalars[f"exact_error_{circuit}"] < 0.02
+
+
+def test_step_agreement_against_dense_algebra():
+    rng = np.random.default_rng(0)
+    A, B, G_A, G_B = (rng.standard_normal(shape) for shape in ((6, 2), (2, 5), (6, 2), (2, 5)))
+    G = rng.standard_normal((6, 5))
+    rate = 1e-3
+    after = (A + rate * G_A) @ (B + rate * G_B)
+    figures = step_agreement(
+        Circuit(torch.tensor(A)[None], torch.tensor(B)[None]),
+        Circuit(torch.tensor(after)[None]),
+        torch.tensor(G)[None],
+        rate,
+    )
+    C = A @ B
+    left, s, right = np.linalg.svd(C, full_matrices=False)
+    omega = (left * s) @ left.T @ G + G @ (right.T * s) @ right
+    exact = A @ A.T @ G + G @ B.T @ B
+    taken = after - C
+    for name, step in (("omega", -rate * omega), ("exact", -rate * exact)):
+        cosine = np.sum(step * taken) / np.linalg.norm(step) / np.linalg.norm(taken)
+        np.testing.assert_allclose(figures[f"{name}_cosine"], cosine, rtol=1e-10)
+        error = np.linalg.norm(taken - step) / np.linalg.norm(taken)
+        np.testing.assert_allclose(figures[f"{name}_error"], error, rtol=1e-10)
