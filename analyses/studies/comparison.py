@@ -1,0 +1,169 @@
+"""A finished reproduction against the theory: the tables that its report prints."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from ..dynamics.first_integrals import first_integral_residual, fit_ratio
+from ..dynamics.matched_loss import at_loss
+from ..dynamics.setting import Parameterization
+from .reproduction import Reproduction, Run
+
+Trajectories = dict[str, pd.DataFrame]
+
+
+def trajectories(reproduction: Reproduction) -> Trajectories:
+    """Return `trajectory` of every run, by its name: what the tables below are made from."""
+    return {run.name: trajectory(reproduction, run) for run in reproduction.runs}
+
+
+def trajectory(reproduction: Reproduction, run: Run) -> pd.DataFrame:
+    """Return what was measured of a run at every saved checkpoint, from its store.
+
+    Columns: step, time, loss, attention, mu_qk and mu_ov (the scale along the task direction), cosine_qk and cosine_ov
+    (with that direction), and for factorized circuits omega_cosine, omega_error, exact_cosine, exact_error, each with
+    _qk and _ov: the step taken from the checkpoint against -rate Omega(C) G and against -rate (A A' G + G B'B).
+    """
+    table = reproduction.store(run).table()
+    qk = table[table["circuit"] == "QK"].set_index("step")
+    ov = table[table["circuit"] == "OV"].set_index("step")
+    columns = {
+        "time": qk["training_time"],
+        "loss": qk["training_loss"],
+        "attention": qk["training_attention"],
+        "mu_qk": qk["reference_scale"],
+        "mu_ov": ov["reference_scale"],
+        "cosine_qk": qk["reference_cosine"],
+        "cosine_ov": ov["reference_cosine"],
+    }
+    for figure in ("omega_cosine", "omega_error", "exact_cosine", "exact_error"):
+        for circuit in ("qk", "ov"):
+            columns[f"{figure}_{circuit}"] = qk[f"training_{figure}_{circuit}"]
+    return pd.DataFrame(columns).rename_axis("step").reset_index()
+
+
+def matched_loss_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
+    """Return trained beside predicted mu_QK, mu_OV and alpha of every balanced run at every loss.
+
+    The prediction is at the loss of the plan, which the run passes exactly through (to second order in its step). The
+    difference is the larger relative difference of the two scales.
+    """
+    rows = []
+    for run in reproduction.of_kind("balanced"):
+        at_step = measured[run.name].set_index("step")
+        for loss, step in sorted(run.reached.items(), reverse=True):
+            trained = at_step.loc[step]
+            predicted = at_loss(reproduction.plan.setting, run.parameterization, run.ratio, loss, run.start)
+            rows.append(
+                {
+                    "parameterization": run.parameterization.value,
+                    "ratio": run.ratio,
+                    "loss": loss,
+                    "loss_trained": trained["loss"],
+                    "mu_qk": trained["mu_qk"],
+                    "mu_qk_predicted": float(predicted.mu_qk),
+                    "mu_ov": trained["mu_ov"],
+                    "mu_ov_predicted": float(predicted.mu_ov),
+                    "alpha": trained["attention"],
+                    "alpha_predicted": float(predicted.attention),
+                }
+            )
+    table = pd.DataFrame(rows)
+    difference = [abs(table[mu] / table[f"{mu}_predicted"] - 1) for mu in ("mu_qk", "mu_ov")]
+    return table.assign(difference=np.maximum(*difference))
+
+
+@dataclass(frozen=True)
+class RatioReading:
+    """What the weights of a run say of how it was trained.
+
+    Attributes:
+        residual: largest relative residual of the run's own first integral at its own r.
+        r: recovered by least squares under the run's own parameterization.
+        best: the parameterization that explains the run best.
+        residuals: rms residual of each parameterization, at the r that suits it.
+    """
+
+    run: Run
+    residual: float
+    r: float
+    best: Parameterization
+    residuals: dict[Parameterization, float]
+
+
+def read_ratios(reproduction: Reproduction, measured: Trajectories) -> list[RatioReading]:
+    """Return for every balanced run the residual of its first integral and r as its weights alone give it."""
+    setting = reproduction.plan.setting
+    readings = []
+    for run in reproduction.of_kind("balanced"):
+        series = measured[run.name]
+        mu_qk, mu_ov = series["mu_qk"].to_numpy(), series["mu_ov"].to_numpy()
+        residual = first_integral_residual(setting, run.parameterization, run.ratio, mu_qk, mu_ov)
+        fits = fit_ratio(mu_ov, mu_qk, setting)
+        readings.append(
+            RatioReading(
+                run=run,
+                residual=float(np.abs(residual).max()),
+                r=fits.fits[run.parameterization].r,
+                best=fits.best,
+                residuals={chosen: fit.residual for chosen, fit in fits.fits.items()},
+            )
+        )
+    return readings
+
+
+def rescaled_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
+    """Return the collapsed runs that trained at the rescaled rate beside the factorized ones, at every loss.
+
+    Both began at the same products. The difference is the larger relative difference of mu_QK and mu_OV; time is that
+    of each run's own gradient flow.
+    """
+    factorized = {
+        run.ratio: run for run in reproduction.of_kind("balanced") if run.parameterization is Parameterization.FAFO
+    }
+    rows = []
+    for run in reproduction.of_kind("rescaled"):
+        other = factorized[run.ratio]
+        collapsed, traced = (measured[each.name].set_index("step") for each in (run, other))
+        for loss, step in sorted(run.reached.items(), reverse=True):
+            row: dict[str, float] = {"ratio": run.ratio, "loss": loss}
+            for figure in ("mu_qk", "mu_ov", "attention", "time"):
+                row[f"{figure}_collapsed"] = collapsed.loc[step, figure]
+                row[f"{figure}_factorized"] = traced.loc[other.reached[loss], figure]
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    difference = [abs(table[f"{mu}_collapsed"] / table[f"{mu}_factorized"] - 1) for mu in ("mu_qk", "mu_ov")]
+    return table.assign(difference=np.maximum(*difference))
+
+
+def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
+    """Return for every factorized circuit how the steps taken compare with Omega(C) G and with the exact operator.
+
+    Columns: kind, parameterization, ratio, circuit; omega_cosine (smallest over the saved steps), omega_error
+    (largest), exact_error (largest), and omega_cosine_start, the cosine at the first step.
+    """
+    rows = []
+    for run in [*reproduction.of_kind("balanced"), *reproduction.of_kind("unbalanced")]:
+        steps = measured[run.name]
+        for circuit, factorized in (
+            ("QK", run.parameterization.factorized_attention),
+            ("OV", run.parameterization.factorized_output),
+        ):
+            if not factorized:
+                continue
+            side = circuit.lower()
+            rows.append(
+                {
+                    "kind": run.kind,
+                    "parameterization": run.parameterization.value,
+                    "ratio": run.ratio,
+                    "circuit": circuit,
+                    "omega_cosine_start": steps[f"omega_cosine_{side}"].iloc[0],
+                    "omega_cosine": steps[f"omega_cosine_{side}"].min(),
+                    "omega_error": steps[f"omega_error_{side}"].max(),
+                    "exact_cosine": steps[f"exact_cosine_{side}"].min(),
+                    "exact_error": steps[f"exact_error_{side}"].max(),
+                }
+            )
+    return pd.DataFrame(rows)

@@ -1,0 +1,50 @@
+"""What moved between two checkpoints."""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...circuits.factored import Circuit
+
+#: The figures of `motion`, all of them undefined at a run's first checkpoint.
+MOTION = ("change_norm", "relative_speed", "previous_scale", "previous_cosine")
+
+
+def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[Tensor, "*batch"]]:
+    """Return how far a circuit moved since the checkpoint before, per head, through its factors.
+
+    | name | formula | unit |
+    |---|---|---|
+    | change_norm | ||C - C_before||_F | of the weights |
+    | relative_speed | ||C - C_before||_F / (||C_before||_F steps) | per step; NaN where C_before is zero |
+    | previous_scale | <C, C_before> / <C_before, C_before> | 1; NaN where C_before is zero |
+    | previous_cosine | <C, C_before> / (||C||_F ||C_before||_F) | 1; NaN where either is zero |
+
+    Args:
+        circuit: at this checkpoint.
+        previous: at the one before, of the same shape.
+        steps: of training between the two.
+    """
+    change = (circuit - previous).frobenius_norm()
+    norm, before = circuit.frobenius_norm(), previous.frobenius_norm()
+    inner = circuit.inner(previous)
+    undefined = torch.full_like(before, torch.nan)
+    return {
+        "change_norm": change,
+        "relative_speed": torch.where(before > 0, change / (before * steps), undefined),
+        "previous_scale": torch.where(before > 0, inner / before**2, undefined),
+        "previous_cosine": torch.where((before > 0) & (norm > 0), inner / (norm * before), undefined),
+    }
+
+
+def effective_ratio(relative_speeds: dict[str, list[float] | None], head: int) -> float:
+    """Return r(t) of a head as the weights alone show it: the relative speed of W_QK over that of W_OV.
+
+    NaN where one of them is missing, undefined or zero.
+    """
+    qk, ov = relative_speeds.get("QK"), relative_speeds.get("OV")
+    if qk is None or ov is None or len(qk) != len(ov) or not ov[head] > 0:
+        return math.nan
+    return qk[head] / ov[head]
