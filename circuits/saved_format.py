@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -34,7 +35,9 @@ def save_checkpoint(
         for name in ("W_Q", "W_K", "W_V", "W_O", "W_QK", "W_OV"):
             tensor = getattr(weights, name)
             if tensor is not None:
-                tensors[f"blocks.{weights.layer}.attn.{name}"] = tensor.detach().contiguous()
+                tensors[f"blocks.{weights.layer}.attn.{name}"] = tensor.detach().clone(
+                    memory_format=torch.contiguous_format
+                )
     # One entry: safetensors writes several in no fixed order, and the same run should give the same bytes.
     metadata = {_KEY: json.dumps({"format": FORMAT, "step": step, "scalars": scalars, "settings": settings})}
     path = folder / f"step_{step:09d}.safetensors"

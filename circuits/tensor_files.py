@@ -2,6 +2,7 @@
 
 import hashlib
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping as Dictionary
 from pathlib import Path
@@ -124,16 +125,20 @@ def fingerprint(path: Path) -> str:
 
 def _load(path: Path, trust_pickle: bool) -> Any:
     zipped = zipfile.is_zipfile(path)
-    if not zipped and path.open("rb").read(2)[:1] != b"\x80":
+    with path.open("rb") as file:
+        pickled = file.read(1) == b"\x80"
+    if not zipped and not pickled:
         raise QkovError(f"{path} is no PyTorch file: it is neither a zip archive nor a pickle, or it was cut short")
     try:
-        # Files saved on another device (mps, cuda) open only when mapped to the CPU.
-        return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=zipped)
+        with warnings.catch_warnings():
+            # What torch warns of in a foreign pickle comes as an error as well, and that one is told below.
+            warnings.simplefilter("ignore")
+            # Files saved on another device (mps, cuda) open only when mapped to the CPU.
+            return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=zipped)
     except pickle.UnpicklingError as error:
-        wanted = str(error)
-        if "Unsupported" in wanted:
+        if "GLOBAL" in str(error):
             raise QkovError(
-                f"{path} wants to run code while it loads ({_named_global(wanted)}), which is refused; "
+                f"{path} wants to run code while it loads ({_named_global(str(error))}), which is refused; "
                 f"if you know where the file comes from, allow it with --trust-pickle (trust_pickle=True)"
             ) from error
         raise QkovError(f"{path} cannot be unpickled: it was cut short, or torch.save did not write it") from error
@@ -143,8 +148,5 @@ def _load(path: Path, trust_pickle: bool) -> Any:
 
 
 def _named_global(message: str) -> str:
-    for line in message.splitlines():
-        if "GLOBAL" in line:
-            words = line.split("GLOBAL", 1)[1].split()
-            return f"it names {words[0].strip('`:,.')}" if words else "it names a global"
-    return "its pickle is more than tensors and plain values"
+    words = message.split("GLOBAL", 1)[1].split()
+    return f"it names {words[0].strip('`:,.')}"

@@ -1,0 +1,5 @@
+"""`python -m qkov.reports` is the command `qkov`."""
+
+from .command_line import main
+
+main()

@@ -1,0 +1,261 @@
+"""The command `qkov`: thin over the library, one clear line for whatever goes wrong."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from ..circuits.errors import CallError, QkovError
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="The query-key and output-value circuits of trained transformers, and how training made them.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for a program to read.")]
+Map = Annotated[
+    Path | None, typer.Option("--map", help="TOML file that names the attention tensors, their layout and the heads.")
+]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Let a PyTorch file run the code it names. Only for files you know.")
+]
+
+
+@app.command()
+def reproduce(
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, stores and the report.")] = Path("qkov-reproduce"),
+    quick: Annotated[bool, typer.Option(help="Larger steps, fewer checkpoints, down to a loss of 1e-4.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train the four parameterizations on the exact population, compare with theory, write the report."""
+    from ..analyses.studies.reproduction import Plan
+    from ..analyses.studies.reproduction import reproduce as run_reproduction
+    from .progress import WorkProgress
+    from .reproduction_report import reproduction_summary, write_reproduction_report
+
+    with WorkProgress("reproduce", quiet=as_json) as progress:
+        reproduction = run_reproduction(Plan.quick() if quick else Plan(), out, progress=progress.update)
+        report = write_reproduction_report(reproduction, out / "report.html", command=_command())
+    summary = reproduction_summary(reproduction)
+    if as_json:
+        _print_json({"report": str(report), **summary})
+        return
+    print(f"matched loss: trained within {100 * summary['largest_difference']:.2g} % of the prediction in all runs")
+    print(f"first integrals: relative residual at most {summary['largest_residual']:.2g}")
+    print(
+        f"Omega(C) G against the step taken: cosine at least {summary['balanced_cosine']:.6f} balanced, "
+        f"{summary['unbalanced_cosine']:.3f} at the unbalanced start"
+    )
+    print(f"report: {report}")
+
+
+@app.command()
+def predict(
+    loss: Annotated[float, typer.Option(help="Cross-entropy at which to stop, in nats.")],
+    ratio: Annotated[float, typer.Option(help="r = eta_QK / eta_OV.")] = 1.0,
+    parameterization: Annotated[
+        str | None,
+        typer.Option(help="CACO, CAFO, FACO or FAFO (collapsed or factorized attention, output); all if not given."),
+    ] = None,
+    classes: Annotated[int, typer.Option(help="M, classes.")] = 20,
+    class_tokens: Annotated[int, typer.Option(help="b, tokens of each class.")] = 50,
+    relevant: Annotated[int, typer.Option(help="m, tokens of the class in a sequence.")] = 5,
+    background: Annotated[int, typer.Option(help="n, background tokens in a sequence.")] = 50,
+    query: Annotated[
+        str, typer.Option(help="token: the query is a token of the class; class: a vector of its own.")
+    ] = "token",
+    start_qk: Annotated[float | None, typer.Option(help="mu_QK at the start; 0 collapsed, 0.01 factorized.")] = None,
+    start_ov: Annotated[float | None, typer.Option(help="mu_OV at the start; 0 collapsed, 0.01 factorized.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Theory alone: alpha, mu_QK, mu_OV and the time at a loss, for any parameterization and r."""
+    from ..analyses.dynamics.matched_loss import at_loss, time_to_loss
+    from ..analyses.dynamics.setting import Parameterization, Setting, Start
+
+    if query not in ("token", "class"):
+        raise CallError(f"--query should be token or class, got {query!r}")
+    setting = Setting(M=classes, b=class_tokens, m=relevant, n=background, query=query)
+    asked = list(Parameterization) if parameterization is None else [Parameterization.parse(parameterization)]
+    predictions = []
+    for chosen in asked:
+        default = Start.default(chosen)
+        start = Start(
+            default.mu_qk if start_qk is None else start_qk,
+            default.mu_ov if start_ov is None else start_ov,
+        )
+        found = at_loss(setting, chosen, ratio, loss, start)
+        predictions.append(
+            {
+                "parameterization": chosen.value,
+                "ratio": ratio,
+                "loss": loss,
+                "mu_ov": float(found.mu_ov),
+                "mu_qk": float(found.mu_qk),
+                "alpha": float(found.attention),
+                "time": time_to_loss(setting, chosen, ratio, loss, start),
+            }
+        )
+    if as_json:
+        _print_json(predictions if parameterization is None else predictions[0])
+        return
+    print(
+        f"M = {classes}, b = {class_tokens}, m = {relevant}, n = {background}, {query} query; "
+        f"r = {ratio:g}, loss {loss:g}"
+    )
+    print(f"uniform attention would put {setting.uniform_attention:.4f} on the relevant tokens")
+    for found in predictions:
+        print(
+            f"{found['parameterization']}  alpha {found['alpha']:.6f}  mu_QK {found['mu_qk']:.6g}  "
+            f"mu_OV {found['mu_ov']:.6g}  time {found['time']:.6g} / eta_OV"
+        )
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them (the last one is opened).")],
+    mapping: Map = None,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+) -> None:
+    """What was found in a file or folder, and what would be measured."""
+    from ..circuits.checkpoints import find_checkpoints, open_checkpoint
+    from ..circuits.inspection import inspect_checkpoint
+    from ..circuits.mapping import read_mapping
+
+    found = find_checkpoints(checkpoint)
+    named = None if mapping is None else read_mapping(mapping)
+    facts = inspect_checkpoint(found[-1], open_checkpoint(found[-1].path, named, trust_pickle))
+    facts["steps"] = [each.step for each in found]
+    if as_json:
+        _print_json(facts)
+        return
+    steps = facts["steps"]
+    print(
+        f"{checkpoint}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
+        + f" to {steps[-1]}" * (len(steps) > 1)
+    )
+    print(f"opened {facts['path']}: {facts['tensors']} tensors, recognised {facts['recognised']}")
+    for role, name in facts["attention_tensors"].items():
+        print(f"  W_{role}: {name}, axes {facts['layouts'][role]}")
+    for layer in facts["layers"]:
+        for name, shape in layer["circuits"].items():
+            kind = (
+                f"factors of inner width {shape['rank_bound']}" if shape["factorized"] else "collapsed, without factors"
+            )
+            print(
+                f"  layer {layer['layer']}: W_{name}, {shape['heads']} heads of "
+                f"{shape['rows']} x {shape['columns']}, {kind}"
+            )
+    print(f"basis {facts['basis']}" + (", rotary positions: W_QK at offset 0" if facts["rotary"] else ""))
+    if facts["scalars"]:
+        print("carried along: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items()))
+
+
+@app.command()
+def track(
+    run: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.")],
+    mapping: Map = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the store and the report; qkov-NAME if not given.")
+    ] = None,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+) -> None:
+    """Circuits over a run's checkpoints: a store that can be resumed, and its report."""
+    from ..analyses.trajectories.track import track as track_run
+    from ..circuits.mapping import read_mapping
+    from .progress import WorkProgress
+    from .run_report import write_run_report
+
+    named = None if mapping is None else read_mapping(mapping)
+    out = Path(f"qkov-{run.resolve().stem}") if out is None else out
+    with WorkProgress("track", quiet=as_json) as progress:
+        tracked = track_run(
+            run,
+            out,
+            mapping=named,
+            trust_pickle=trust_pickle,
+            progress=lambda done, total, step, new: progress.update(
+                done, total, f"step {step} {'measured' if new else 'was there'}"
+            ),
+        )
+    report = write_run_report([tracked.store], out / "report.html", command=_command())
+    if as_json:
+        _print_json({"store": str(out), "report": str(report), "measured": tracked.measured, "kept": tracked.kept})
+        return
+    print(f"measured {len(tracked.measured)} checkpoints, kept {len(tracked.kept)} that were there")
+    print(f"store: {out}")
+    print(f"report: {report}")
+
+
+@app.command()
+def report(
+    stores: Annotated[list[Path], typer.Argument(help="Run stores, or one folder that `qkov reproduce` wrote.")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; report.html in the store, or qkov-comparison.html for several.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Render a report again, or compare runs side by side."""
+    from ..analyses.studies.reproduction import is_reproduction, open_reproduction
+    from ..analyses.trajectories.store import RunStore
+    from .reproduction_report import write_reproduction_report
+    from .run_report import write_run_report
+
+    if len(stores) == 1 and is_reproduction(stores[0]):
+        written = write_reproduction_report(
+            open_reproduction(stores[0]), out or stores[0] / "report.html", command=_command()
+        )
+    else:
+        default = stores[0] / "report.html" if len(stores) == 1 else Path("qkov-comparison.html")
+        written = write_run_report([RunStore(store) for store in stores], out or default, command=_command())
+    if as_json:
+        _print_json({"report": str(written)})
+        return
+    print(f"report: {written}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and leave with its status: 0 done, 1 the work failed, 2 the call was wrong."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit status; whatever goes wrong is one line on standard error."""
+    try:
+        status = app(arguments, standalone_mode=False, prog_name="qkov")
+    except CallError as error:
+        return _refuse(str(error), 2)
+    except QkovError as error:
+        return _refuse(str(error), 1)
+    except TyperException as error:
+        return _refuse(f"{error.format_message()} (qkov --help lists the commands)", error.exit_code)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        return _refuse(f"{error.strerror or error}{where}: what was written before stands; run the command again", 1)
+    if status == _INTERRUPTED:
+        return _refuse("interrupted; what was written stands, and the same command goes on from there", 1)
+    return status if isinstance(status, int) else 0
+
+
+# What typer returns for Ctrl-C.
+_INTERRUPTED = 130
+
+
+def _refuse(message: str, status: int) -> int:
+    print("qkov: " + " ".join(message.split()), file=sys.stderr)
+    return status
+
+
+def _print_json(result: Any) -> None:
+    print(json.dumps(result, indent=1))
+
+
+def _command() -> str:
+    return " ".join(["qkov", *sys.argv[1:]])

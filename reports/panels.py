@@ -1,0 +1,189 @@
+"""Small figures as inline SVG: dots for what was measured, lines for what was predicted."""
+
+import io
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Stands for the page's own text colour, so that a figure follows the page into dark mode and print.
+_FOREGROUND = "#010203"
+_STYLE = {
+    "axes.edgecolor": _FOREGROUND,
+    "axes.grid": True,
+    "axes.labelcolor": _FOREGROUND,
+    "axes.linewidth": 0.7,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.alpha": 0.15,
+    "grid.color": _FOREGROUND,
+    "grid.linewidth": 0.6,
+    "mathtext.fontset": "dejavusans",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "qkov",
+    "text.color": _FOREGROUND,
+    "xtick.color": _FOREGROUND,
+    "ytick.color": _FOREGROUND,
+}
+
+#: Of middle lightness, to be read on white and on near-black; told apart without red or green as well.
+COLOURS = ("#3a7ebf", "#e0792b", "#2f9e73", "#b45fb0", "#8a8f98", "#c9a227")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
+
+Points = Sequence[float] | np.ndarray | pd.Series | pd.Index
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line or row of dots.
+
+    Attributes:
+        x, y: the points; what is not finite is left out.
+        style: number of the colour, marker and dash.
+        dots: draw dots (measured), else a line (predicted, or a series in time).
+        hollow: draw the dots large and empty, to be seen around others.
+        band: lower and upper edge of a shaded band around the line.
+    """
+
+    x: Points
+    y: Points
+    style: int = 0
+    dots: bool = False
+    hollow: bool = False
+    band: tuple[np.ndarray, np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes with its series.
+
+    Attributes:
+        title: above the axes, in plain text or mathtext.
+        description: what the figure shows, for a reader who cannot see it.
+        levels: horizontal reference lines, as (height, label).
+    """
+
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    series: list[Series] = field(default_factory=list)
+    x_log: bool = False
+    y_log: bool = False
+    x_reversed: bool = False
+    x_integer: bool = False
+    y_limits: tuple[float | None, float | None] = (None, None)
+    levels: tuple[tuple[float, str], ...] = ()
+
+
+def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
+    """Return a panel as an SVG element for the page, sized in inches at 100%."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        # Fixed margins, so that panels below each other line up; a measured layout would also take as long as the
+        # drawing.
+        left, right, bottom, top = 0.66 / width, 0.08 / width, 0.48 / height, 0.3 / height
+        axes = figure.add_axes((left, bottom, 1 - left - right, 1 - bottom - top))
+        for series in panel.series:
+            _draw_series(axes, series)
+        axes.set_title(panel.title, loc="left")
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
+        if panel.x_log:
+            axes.set_xscale("log")
+        if panel.y_log:
+            axes.set_yscale("log")
+        if panel.x_reversed:
+            axes.invert_xaxis()
+        axes.set_ylim(*panel.y_limits)
+        for axis, log in ((axes.xaxis, panel.x_log), (axes.yaxis, panel.y_log)):
+            if not log:
+                axis.set_major_locator(MaxNLocator(nbins=5, integer=panel.x_integer and axis is axes.xaxis))
+        for level, label in panel.levels:
+            axes.axhline(level, color=_FOREGROUND, linewidth=0.8, linestyle=":", alpha=0.7)
+            axes.annotate(
+                label,
+                (0.99, level),
+                xycoords=("axes fraction", "data"),
+                ha="right",
+                va="bottom",
+                fontsize=7.5,
+                alpha=0.8,
+            )
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(text.getvalue(), panel.description)
+
+
+def swatch(style: int, *, dots: bool = True, line: bool = True, hollow: bool = False) -> Markup:
+    """Return a legend's sample of a style: a dot, a line or both."""
+    colour = COLOURS[style % len(COLOURS)]
+    shapes = {
+        "o": '<circle cx="14" cy="7" r="3.6" {}/>',
+        "s": '<rect x="10.6" y="3.6" width="6.8" height="6.8" {}/>',
+        "^": '<path d="M14 2.8 18.2 10.6H9.8Z" {}/>',
+        "D": '<path d="M14 2.4 18.6 7 14 11.6 9.4 7Z" {}/>',
+        "v": '<path d="M14 11.2 18.2 3.4H9.8Z" {}/>',
+        "P": '<path d="M12.4 2.6h3.2v2.8h2.8v3.2h-2.8v2.8h-3.2V8.6H9.6V5.4h2.8Z" {}/>',
+    }
+    fill = f'fill="none" stroke="{colour}" stroke-width="1.4"' if hollow else f'fill="{colour}"'
+    dashes = ("", "6 3", "7 2 2 2", "2 2", "7 1", "4 1 1 1")[style % len(DASHES)]
+    drawn = f'<path d="M0 7H28" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>' if line else ""
+    drawn += shapes[MARKERS[style % len(MARKERS)]].format(fill) if dots else ""
+    return Markup(f'<svg class="swatch" width="28" height="14" viewBox="0 0 28 14" aria-hidden="true">{drawn}</svg>')
+
+
+def _draw_series(axes, series: Series) -> None:
+    x, y = np.asarray(series.x, dtype=float), np.asarray(series.y, dtype=float)
+    shown = np.isfinite(x) & np.isfinite(y)
+    colour = COLOURS[series.style % len(COLOURS)]
+    if series.dots:
+        axes.plot(
+            x[shown],
+            y[shown],
+            linestyle="none",
+            marker=MARKERS[series.style % len(MARKERS)],
+            markersize=7 if series.hollow else 4,
+            color=colour,
+            markerfacecolor="none" if series.hollow else colour,
+            markeredgewidth=1.0 if series.hollow else 0.0,
+        )
+        return
+    axes.plot(
+        x[shown],
+        y[shown],
+        color=colour,
+        linestyle=DASHES[series.style % len(DASHES)],
+        linewidth=1.6,
+        # A line through one point would not be seen.
+        marker=MARKERS[series.style % len(MARKERS)] if shown.sum() == 1 else None,
+        markersize=4,
+    )
+    if series.band is not None:
+        axes.fill_between(x, *series.band, color=colour, alpha=0.15, linewidth=0)
+
+
+def _inline(svg: str, description: str) -> Markup:
+    """Strip what only a file of its own needs, and make the ids unique on the page."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    prefix = f"figure{next(_serial)}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
+    svg = svg.replace(_FOREGROUND, "currentColor")
+    label = str(Markup.escape(description))
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))

@@ -1,0 +1,104 @@
+"""The report of `qkov reproduce`: what was trained, against what theory says, question by question."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..analyses.dynamics.populations import exact_population
+from ..analyses.studies.comparison import (
+    RatioReading,
+    matched_loss_table,
+    preconditioner_table,
+    read_ratios,
+    rescaled_table,
+    trajectories,
+)
+from ..analyses.studies.growth import read_growth
+from ..analyses.studies.reproduction import Reproduction
+from .page import listed, mark_changes, write_page
+from .panels import swatch
+from .reproduction_sections import falsifier, far_losses, following, growth, preconditioner, sharpening
+
+
+def write_reproduction_report(reproduction: Reproduction, path: Path, command: str) -> Path:
+    """Write the report of a finished reproduction and return its path."""
+    plan, setting = reproduction.plan, reproduction.plan.setting
+    measured = trajectories(reproduction)
+    matched = matched_loss_table(reproduction, measured)
+    readings = read_ratios(reproduction, measured)
+    rescaled = rescaled_table(reproduction, measured)
+    style = {ratio: position for position, ratio in enumerate(plan.ratios)}
+    checkpoints = sum(len(table) for table in measured.values())
+    shown_losses = [loss for loss in plan.losses if loss in (0.1, 0.01, 1e-4)] or list(plan.losses)
+    return write_page(
+        path,
+        "reproduction.html.j2",
+        title="Faster QK learning and attention: trained against theory",
+        subtitle=(
+            f"{len(reproduction.runs)} runs of a single attention layer, collapsed and factorized, "
+            f"at r = {listed(plan.ratios)}"
+        ),
+        command=command,
+        setting=setting,
+        population=len(exact_population(setting)),
+        ratios=listed(plan.ratios),
+        start=max(run.start.mu_ov for run in reproduction.runs),
+        runs=len(reproduction.runs),
+        checkpoints=checkpoints,
+        step=plan.step,
+        ratio_legend=[{"swatch": swatch(style[ratio]), "label": f"r = {ratio:g}"} for ratio in plan.ratios],
+        rescaled_legend=[
+            {
+                "swatch": swatch(style[ratio], hollow=True, line=False),
+                "label": f"collapsed, rescaled rate, r = {ratio:g}",
+            }
+            for ratio in plan.ratios
+        ],
+        sharpening=sharpening(reproduction, measured, matched, style),
+        matched=mark_changes(matched[matched["loss"].isin(shown_losses)].to_dict("records"), "parameterization"),
+        matched_count=len(matched),
+        largest_difference=matched["difference"].max(),
+        falsifier=falsifier(reproduction, measured),
+        falsifier_losses=far_losses(reproduction),
+        following=following(reproduction, measured, readings, rescaled, style),
+        readings=mark_changes([_reading_row(reading) for reading in readings], "parameterization"),
+        rescaled=mark_changes(rescaled[rescaled["loss"].isin(shown_losses)].to_dict("records"), "ratio"),
+        growth=growth(read_growth(reproduction, measured), style),
+        preconditioner=preconditioner(reproduction, measured),
+        versions=reproduction.versions,
+    )
+
+
+def reproduction_summary(reproduction: Reproduction) -> dict[str, Any]:
+    """Return the figures by which a reproduction is judged, as JSON can hold them."""
+    measured = trajectories(reproduction)
+    matched = matched_loss_table(reproduction, measured)
+    readings = read_ratios(reproduction, measured)
+    steps = preconditioner_table(reproduction, measured)
+    balanced, unbalanced = (steps[steps["kind"] == kind] for kind in ("balanced", "unbalanced"))
+    return {
+        "largest_difference": float(matched["difference"].max()),
+        "largest_residual": max(reading.residual for reading in readings),
+        "rescaled_difference": float(rescaled_table(reproduction, measured)["difference"].max()),
+        "balanced_cosine": float(balanced["omega_cosine"].min()),
+        "unbalanced_cosine": float(unbalanced["omega_cosine_start"].max()),
+        "matched_loss": matched.to_dict("records"),
+        "ratios": [_reading_row(reading) for reading in readings],
+        "preconditioner": steps.to_dict("records"),
+    }
+
+
+def _reading_row(reading: RatioReading) -> dict[str, Any]:
+    ordered = sorted(
+        (residual, chosen.value) for chosen, residual in reading.residuals.items() if np.isfinite(residual)
+    )
+    return {
+        "parameterization": reading.run.parameterization.value,
+        "ratio": reading.run.ratio,
+        "residual": reading.residual,
+        "recovered": reading.r,
+        "best": ordered[0][1],
+        "second": ordered[1][1] if len(ordered) > 1 else None,
+        "times": ordered[1][0] / ordered[0][0] if len(ordered) > 1 else None,
+    }

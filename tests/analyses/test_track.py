@@ -1,0 +1,334 @@
+"""Tracking: figures against dense algebra in float64, and a store that survives whatever happens to it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from qkov.analyses.trajectories.motion import effective_ratio, motion
+from qkov.analyses.trajectories.store import RunStore
+from qkov.analyses.trajectories.track import TaskDirections, track
+from qkov.circuits.attention_weights import AttentionWeights
+from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits.factored import Circuit
+from qkov.circuits.mapping import parse_mapping
+from qkov.circuits.saved_format import save_checkpoint
+
+STEPS = (0, 10, 200, 1000)
+
+
+def weights(step: int, layers: int = 2, heads: int = 2, d_model: int = 6, d_head: int = 3) -> list[AttentionWeights]:
+    generator = torch.Generator().manual_seed(step)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(heads, *shape, generator=generator)
+
+    return [
+        AttentionWeights(
+            layer=layer,
+            W_Q=drawn(d_model, d_head),
+            W_K=drawn(d_model, d_head),
+            W_V=drawn(d_model, d_head),
+            W_O=drawn(d_head, d_model),
+        )
+        for layer in range(layers)
+    ]
+
+
+def write_run(folder, steps=STEPS, **shape):
+    for step in steps:
+        save_checkpoint(folder, step, weights(step, **shape), {"loss": 1 / (1 + step)}, {"seed": 0})
+    return folder
+
+
+def dense(layer: AttentionWeights, head: int) -> dict[str, np.ndarray]:
+    W_Q, W_K, W_V, W_O = (getattr(layer, name)[head].double().numpy() for name in ("W_Q", "W_K", "W_V", "W_O"))
+    return {"QK": W_K @ W_Q.T, "OV": W_O.T @ W_V.T}
+
+
+def test_every_row_is_dense_algebra_of_the_files(tmp_path):
+    track(write_run(tmp_path / "run"), tmp_path / "store")
+    table = RunStore(tmp_path / "store").table()
+    assert len(table) == len(STEPS) * 2 * 2 * 2
+    assert list(table["step"].unique()) == list(STEPS)
+    for row in table.to_dict("records"):
+        C = dense(weights(row["step"])[row["layer"]], row["head"])[row["circuit"]]
+        last = dense(weights(STEPS[-1])[row["layer"]], row["head"])[row["circuit"]]
+        singular = np.linalg.svd(C)[1][:3]
+        np.testing.assert_allclose(row["singular_values"], singular, rtol=1e-7)
+        assert row["frobenius_norm"] == pytest.approx(np.linalg.norm(C), rel=1e-10)
+        assert row["nuclear_norm"] == pytest.approx(singular.sum(), rel=1e-7)
+        assert row["reference_scale"] == pytest.approx((C * last).sum() / (last * last).sum(), rel=1e-9)
+        cosine = (C * last).sum() / np.linalg.norm(C) / np.linalg.norm(last)
+        assert row["reference_cosine"] == pytest.approx(cosine, rel=1e-9)
+        assert row["reference"] == "step 1000"
+        assert (row["rows"], row["columns"], row["rank_bound"]) == (6, 6, 3)
+        assert row["basis"] == "raw"
+        assert row["finite"]
+        assert row["factorized"]
+        assert row["training_loss"] == 1 / (1 + row["step"])
+        position = STEPS.index(row["step"])
+        if position == 0:
+            assert np.isnan(row["change_norm"])
+            assert np.isnan(row["effective_ratio"])
+            continue
+        before = STEPS[position - 1]
+        assert row["previous_step"] == before
+        speeds = {}
+        for circuit in ("QK", "OV"):
+            now, old = (dense(weights(step)[row["layer"]], row["head"])[circuit] for step in (row["step"], before))
+            speeds[circuit] = np.linalg.norm(now - old) / np.linalg.norm(old) / (row["step"] - before)
+            if circuit == row["circuit"]:
+                assert row["change_norm"] == pytest.approx(np.linalg.norm(now - old), rel=1e-9)
+                assert row["previous_scale"] == pytest.approx((now * old).sum() / (old * old).sum(), rel=1e-8)
+        assert row["relative_speed"] == pytest.approx(speeds[row["circuit"]], rel=1e-9)
+        assert row["effective_ratio"] == pytest.approx(speeds["QK"] / speeds["OV"], rel=1e-9)
+
+
+def test_task_directions_are_the_reference_where_given(tmp_path):
+    generator = torch.Generator().manual_seed(9)
+    directions = {name: torch.randn(6, 6, generator=generator, dtype=torch.float64) for name in ("QK", "OV")}
+    named = TaskDirections("mine", {name: Circuit(direction) for name, direction in directions.items()})
+    track(write_run(tmp_path / "run"), tmp_path / "store", directions=named)
+    for row in RunStore(tmp_path / "store").table().to_dict("records"):
+        C = dense(weights(row["step"])[row["layer"]], row["head"])[row["circuit"]]
+        R = directions[row["circuit"]].numpy()
+        assert row["reference_scale"] == pytest.approx((C * R).sum() / (R * R).sum(), rel=1e-9)
+        assert row["reference"] == "mine"
+    wrong = TaskDirections("wrong", {name: Circuit(torch.zeros(5, 6)) for name in ("QK", "OV")})
+    with pytest.raises(CallError, match=r"the direction has shape \(5, 6\) and the circuit \(6, 6\)"):
+        track(tmp_path / "run", tmp_path / "other", directions=wrong)
+
+
+def test_the_store_reads_as_it_is_elsewhere(tmp_path):
+    store = track(write_run(tmp_path / "run"), tmp_path / "store").store
+    expected = store.table()
+    by_pandas = pd.read_parquet(tmp_path / "store" / "steps")
+    assert list(by_pandas["step"]) == list(expected["step"])
+    assert list(by_pandas.columns) == list(expected.columns)
+    description = json.loads((tmp_path / "store" / "run.json").read_text())
+    assert [checkpoint["step"] for checkpoint in description["checkpoints"]] == list(STEPS)
+    assert description["versions"]["torch"] == torch.__version__
+
+
+def test_a_second_call_measures_only_what_is_new(tmp_path):
+    run = write_run(tmp_path / "run", STEPS[:3])
+    first = track(run, tmp_path / "store")
+    assert (first.measured, first.kept) == ([0, 10, 200], [])
+    times = {path.name: path.stat().st_mtime_ns for path in first.store.steps_folder.iterdir()}
+    assert track(run, tmp_path / "store").kept == [0, 10, 200]
+    write_run(run, [1000])
+    again = track(run, tmp_path / "store")
+    assert (again.measured, again.kept) == ([1000], [0, 10, 200])
+    assert all((again.store.steps_folder / name).stat().st_mtime_ns == at for name, at in times.items())
+    # The reference stays the one that the store was begun with, so that the old rows stay true.
+    assert set(again.store.table()["reference"]) == {"step 200"}
+
+
+def test_a_file_that_changed_is_measured_again_and_so_is_the_one_after(tmp_path):
+    run = write_run(tmp_path / "run")
+    track(run, tmp_path / "store")
+    save_checkpoint(run, 10, weights(77), {"loss": 0.0}, {"seed": 0})
+    assert track(run, tmp_path / "store").measured == [10, 200]
+
+
+def test_a_store_is_of_one_run_and_one_way_of_measuring(tmp_path):
+    run = write_run(tmp_path / "run")
+    track(run, tmp_path / "store")
+    with pytest.raises(CallError, match="was made with another source"):
+        track(write_run(tmp_path / "other"), tmp_path / "store")
+    mapping = parse_mapping(
+        {"layout": "transformer_lens", "tensors": {"Q": "blocks.{layer}.attn.W_Q", "K": "blocks.{layer}.attn.W_K"}}, "m"
+    )
+    with pytest.raises(CallError, match="was made with another settings"):
+        track(run, tmp_path / "store", mapping=mapping)
+    (run / "step_000001000.safetensors").unlink()
+    with pytest.raises(CallError, match="compares with step 1000, which .* no longer holds"):
+        track(run, tmp_path / "store")
+
+
+def test_a_wrong_mapping_leaves_no_store_behind(tmp_path):
+    run = write_run(tmp_path / "run")
+    mapping = parse_mapping({"layout": "linear", "heads": 2, "tensors": {"Q": "nothing"}}, "m")
+    with pytest.raises(QkovError, match="names no tensor"):
+        track(run, tmp_path / "store", mapping=mapping)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_damaged_head_is_flagged_and_the_rest_measured(tmp_path):
+    run = write_run(tmp_path / "run", STEPS[:2])
+    broken = weights(1000)
+    broken[1].W_K[0, 2, 1] = torch.nan
+    broken[0].W_O[1, 0, 0] = torch.inf
+    save_checkpoint(run, 300, broken, {"loss": 0.1}, {"seed": 0})
+    save_checkpoint(run, 1000, weights(1000), {"loss": 0.1}, {"seed": 0})
+    table = track(run, tmp_path / "store").store.table()
+    damaged = table[~table["finite"]]
+    assert {tuple(row) for row in damaged[["step", "layer", "head", "circuit"]].to_numpy()} == {
+        (300, 1, 0, "QK"),
+        (300, 0, 1, "OV"),
+    }
+    assert damaged["frobenius_norm"].isna().all()
+    assert table[table["finite"]]["frobenius_norm"].notna().all()
+
+
+def test_zero_and_rank_deficient_factors_are_measured(tmp_path):
+    run = tmp_path / "run"
+    zero = [
+        AttentionWeights(
+            layer=0, **{name: torch.zeros(1, *shape) for name, shape in (("W_Q", (6, 3)), ("W_K", (6, 3)))}
+        )
+    ]
+    save_checkpoint(run, 0, zero, {}, {})
+    one = torch.zeros(1, 6, 3)
+    one[0, 0, 0] = 2.0
+    save_checkpoint(run, 1, [AttentionWeights(layer=0, W_Q=one, W_K=one)], {}, {})
+    table = track(run, tmp_path / "store").store.table()
+    np.testing.assert_array_equal(table["singular_values"][0], [0, 0, 0])
+    np.testing.assert_allclose(table["singular_values"][1], [4, 0, 0], atol=1e-12)
+    assert table["frobenius_norm"].tolist() == [0, 4]
+    assert np.isnan(table["relative_speed"][1])
+    assert table["change_norm"][1] == pytest.approx(4)
+
+
+def test_checkpoints_of_different_shape_are_named_and_what_was_measured_stands(tmp_path):
+    run = write_run(tmp_path / "run", STEPS[:2])
+    save_checkpoint(run, 500, weights(500, d_model=8), {"loss": 0.1}, {})
+    save_checkpoint(run, 600, weights(600), {"loss": 0.1}, {})
+    with pytest.raises(QkovError, match=r"step_000000500.safetensors has a W_QK of shape \(2, 8, 8\)"):
+        track(run, tmp_path / "store")
+    assert RunStore(tmp_path / "store").steps() == [0, 10]
+    save_checkpoint(run, 500, weights(500, layers=1), {"loss": 0.1}, {})
+    with pytest.raises(QkovError, match=r"has the layers \[0, 1\] and .* has \[0\]"):
+        track(run, tmp_path / "store")
+
+
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run")
+    real = os.replace
+    calls = []
+
+    def replace(source, target):
+        calls.append(target)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device", str(target))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="No space left"):
+        track(run, tmp_path / "store")
+    monkeypatch.undo()
+    assert RunStore(tmp_path / "store").steps() == [0, 10]
+    assert [path for path in (tmp_path / "store").rglob("*.partial")] == []
+    assert track(run, tmp_path / "store").measured == [200, 1000]
+
+
+SLOW_TRACK = textwrap.dedent(
+    """
+    import sys, time
+    from qkov.analyses.trajectories.track import track
+    track(sys.argv[1], sys.argv[2], progress=lambda *_: time.sleep(float(sys.argv[3])))
+    """
+)
+
+
+def start_tracking(run, store, pause):
+    return subprocess.Popen([sys.executable, "-c", SLOW_TRACK, str(run), str(store), str(pause)])
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def test_killed_in_the_middle_and_run_again_it_completes_without_measuring_twice(tmp_path):
+    run = write_run(tmp_path / "run", range(0, 200, 10))
+    store = RunStore(tmp_path / "store")
+    process = start_tracking(run, store.folder, 0.2)
+    wait_for(lambda: store.steps_folder.exists() and len(store.steps()) >= 3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = store.steps()
+    assert 3 <= len(done) < 20
+    times = {step: store.path(step).stat().st_mtime_ns for step in done}
+    again = track(run, store.folder)
+    assert again.kept == done
+    assert sorted(again.kept + again.measured) == list(range(0, 200, 10))
+    assert all(store.path(step).stat().st_mtime_ns == at for step, at in times.items())
+    assert not store.table().duplicated(["step", "layer", "head", "circuit"]).any()
+
+
+def test_two_at_once_end_with_every_row_once(tmp_path):
+    run = write_run(tmp_path / "run", range(0, 100, 10))
+    both = [start_tracking(run, tmp_path / "store", 0.01) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    table = RunStore(tmp_path / "store").table()
+    assert len(table) == 10 * 8
+    assert not table.duplicated(["step", "layer", "head", "circuit"]).any()
+
+
+def test_stores_that_are_none(tmp_path):
+    with pytest.raises(CallError, match="is no run store: its run.json is missing"):
+        RunStore(tmp_path).description()
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(CallError, match="no run store of this version"):
+        RunStore(tmp_path).description()
+    with pytest.raises(CallError, match="holds no measured checkpoint yet"):
+        RunStore(tmp_path).table()
+    store = track(write_run(tmp_path / "run"), tmp_path / "store").store
+    store.path(10).write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(QkovError, match="is damaged"):
+        store.table()
+    assert track(tmp_path / "run", tmp_path / "store").measured == [10]
+
+
+def test_motion_of_a_known_step():
+    old = torch.diag(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    new = torch.diag(torch.tensor([6.0, 4.0], dtype=torch.float64))
+    figures = motion(Circuit(new[None]), Circuit(old[None]), steps=6)
+    assert figures["change_norm"].item() == pytest.approx(3)
+    assert figures["relative_speed"].item() == pytest.approx(3 / 5 / 6)
+    assert figures["previous_scale"].item() == pytest.approx((18 + 16) / 25)
+    assert figures["previous_cosine"].item() == pytest.approx(34 / 5 / 52**0.5)
+    assert effective_ratio({"QK": [0.2], "OV": [0.1]}, 0) == pytest.approx(2)
+    assert np.isnan(effective_ratio({"QK": [0.2]}, 0))
+    assert np.isnan(effective_ratio({"QK": [0.2], "OV": [0.0]}, 0))
+
+
+def test_the_rope_run_of_a_stranger(shared_data, tmp_path):
+    mapping = parse_mapping(
+        {
+            "prefix": "model_state_dict",
+            "layout": "linear",
+            "heads": 1,
+            "rotary": True,
+            "tensors": {role: f"W_{role}.weight" for role in "QKVO"},
+            "scalars": {"val_loss": "val_loss"},
+        },
+        "rope_toy",
+    )
+    folder = shared_data / "checkpoints" / "rope_toy"
+    table = track(folder, tmp_path / "store", mapping=mapping).store.table()
+    steps = list(table["step"].unique())
+    assert steps == [1, *range(500, 20_001, 500)]
+    assert len(steps) == 41
+    assert set(table[table["circuit"] == "QK"]["rotary_offset"]) == {0}
+    for step in (1, 7000, 20_000):
+        loaded = torch.load(folder / f"model_step_{step}.pt", map_location="cpu", weights_only=True)
+        tensors = {name: tensor.double().numpy() for name, tensor in loaded["model_state_dict"].items()}
+        # nn.Linear computes x W', so that score = (W_K x_key) . (W_Q x_query) and output = W_O W_V x.
+        qk = tensors["W_K.weight"].T @ tensors["W_Q.weight"]
+        ov = tensors["W_O.weight"] @ tensors["W_V.weight"]
+        for circuit, C in (("QK", qk), ("OV", ov)):
+            row = table[(table["step"] == step) & (table["circuit"] == circuit)].iloc[0]
+            np.testing.assert_allclose(row["singular_values"], np.linalg.svd(C)[1][:2], rtol=1e-7)
+            assert row["training_val_loss"] == loaded["val_loss"]

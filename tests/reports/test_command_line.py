@@ -1,0 +1,243 @@
+"""The command line: what it prints, and one clear line with status 1 or 2 for whatever is wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from qkov.analyses.trajectories.store import RunStore
+from qkov.circuits.attention_weights import AttentionWeights
+from qkov.circuits.saved_format import save_checkpoint
+from qkov.reports.command_line import run
+
+ROPE_MAPPING = """\
+prefix = "model_state_dict"
+heads = 1
+layout = "linear"
+rotary = true
+
+[tensors]
+Q = "W_Q.weight"
+K = "W_K.weight"
+V = "W_V.weight"
+O = "W_O.weight"
+
+[scalars]
+loss = "val_loss"
+"""
+ACCEPTANCE = (
+    "predict --parameterization CACO --ratio 0.01 --loss 1e-4 --classes 20 --class-tokens 50 --relevant 5 "
+    "--background 50 --json"
+).split()
+
+
+def write_run(folder: Path, steps=(0, 5, 50), heads=2) -> Path:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        factors = {name: torch.randn(heads, 6, 3, generator=generator) for name in ("W_Q", "W_K", "W_V")}
+        weights = AttentionWeights(layer=0, **factors, W_O=torch.randn(heads, 3, 6, generator=generator))
+        save_checkpoint(folder, step, [weights], {"loss": 1.0}, {})
+    return folder
+
+
+def refused(capsys, arguments: list[str]) -> tuple[int, str]:
+    """Run a call that has to fail, and return its status and its one line."""
+    status = run(arguments)
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("qkov: ")
+    assert "Traceback" not in captured.err
+    return status, lines[0]
+
+
+def test_predict_prints_the_figures_of_the_papers_simulation(capsys):
+    """mu_OV 81.669, mu_QK 0.559 and alpha 0.149 are printed in the paper's Figure 4; the longer ones are the
+    project's reference values, computed at 30 digits."""
+    assert run(ACCEPTANCE) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["mu_ov"] == pytest.approx(81.66869863298372, rel=1e-9)
+    assert printed["mu_qk"] == pytest.approx(0.558775704776382, rel=1e-9)
+    assert printed["alpha"] == pytest.approx(0.14882971755615804, rel=1e-9)
+
+
+def test_predict_for_people(capsys):
+    assert run(["predict", "--loss", "1e-4", "--ratio", "0.01"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "uniform attention would put 0.0909" in lines[1]
+    assert [line.split()[0] for line in lines[2:]] == ["CACO", "CAFO", "FACO", "FAFO"]
+    assert "alpha 0.148830  mu_QK 0.558776  mu_OV 81.6687" in lines[2]
+
+
+def test_track_inspect_and_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    assert run(["track", "run", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first == {
+        "store": "qkov-run",
+        "report": "qkov-run/report.html",
+        "measured": [0, 5, 50],
+        "kept": [],
+    }
+    assert "Circuits over training" in Path(first["report"]).read_text()
+    assert run(["track", "run"]) == 0
+    captured = capsys.readouterr()
+    assert "measured 0 checkpoints, kept 3" in captured.out
+    assert "report: qkov-run/report.html" in captured.out
+    assert "3 of 3, step 50 was there" in captured.err
+    assert run(["inspect", "run", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["steps"] == [0, 5, 50]
+    assert facts["recognised"] == "as qkov's own format"
+    assert facts["layers"][0]["circuits"]["QK"] == {
+        "heads": 2,
+        "rows": 6,
+        "columns": 6,
+        "rank_bound": 3,
+        "factorized": True,
+    }
+    assert run(["inspect", "run/step_000000005.safetensors"]) == 0
+    assert "layer 0: W_OV, 2 heads of 6 x 6, factors of inner width 3" in capsys.readouterr().out
+    write_run(tmp_path / "other", steps=(0, 7))
+    assert run(["track", "other", "--out", "second"]) == 0
+    capsys.readouterr()
+    assert run(["report", "qkov-run", "second"]) == 0
+    assert capsys.readouterr().out == "report: qkov-comparison.html\n"
+    page = Path("qkov-comparison.html").read_text()
+    assert "qkov-run" in page
+    assert "second" in page
+
+
+def test_wrong_calls(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    Path("text.pt").write_text("no checkpoint")
+    Path("nothing.toml").write_text('layout = "linear"\nheads = 1\n[tensors]\nQ = "nowhere"\n')
+    Path("broken.toml").write_text("=")
+    Path("full").mkdir()
+    Path("full/thesis.tex").touch()
+    predict = ["predict", "--loss", "0.1"]
+    for arguments, status, message in (
+        (["track", "missing"], 2, "missing does not exist"),
+        (["inspect", "missing"], 2, "missing does not exist"),
+        (["track", "full"], 2, "full holds no checkpoint"),
+        (["inspect", "text.pt"], 1, "text.pt is no PyTorch file"),
+        (["track", "text.pt"], 1, "text.pt is no PyTorch file"),
+        (["track", "run", "--map", "nothing.toml"], 1, "names no tensor of the file: it asks for nowhere"),
+        (["track", "run", "--map", "broken.toml"], 2, "cannot be read as TOML"),
+        (["track", "run", "--map", "missing.toml"], 2, "missing.toml does not exist"),
+        ([*predict, "--relevant", "60"], 2, "m, tokens of the class in a sequence, must be at most b = 50, got 60"),
+        (["predict", "--loss", "3.5"], 2, "loss 3.5 is out of reach"),
+        (["predict", "--loss", "-1"], 2, "is out of reach"),
+        (["predict", "--loss", "nan"], 2, "loss nan is out of reach"),
+        ([*predict, "--ratio", "0"], 2, "must be positive"),
+        ([*predict, "--parameterization", "CACA"], 2, "'CACA' is not known; expected one of CACO, CAFO, FACO, FAFO"),
+        ([*predict, "--query", "word"], 2, "--query should be token or class, got 'word'"),
+        ([*predict, "--parameterization", "FAFO", "--start-qk", "0"], 2, "0 is a saddle"),
+        (["predict"], 2, "Missing option '--loss'"),
+        (["predict", "--loss", "much"], 2, "--loss"),
+        (["paint"], 2, "No such command 'paint'"),
+        (["report", "full"], 2, "full is no run store"),
+        (["report", "run", "full"], 2, "is no run store"),
+        (["reproduce", "--out", "full"], 2, "full is not empty and no reproduction wrote it"),
+        (["reproduce", "--out", "text.pt"], 2, "text.pt is a file"),
+    ):
+        got, line = refused(capsys, arguments)
+        assert got == status, (arguments, line)
+        assert message in line, (arguments, line)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.toml", "full", "nothing.toml", "run", "text.pt"]
+
+
+def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "run")
+
+    def full(source, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(os, "replace", full)
+    status, line = refused(capsys, ["track", str(tmp_path / "run"), "--out", str(tmp_path / "store"), "--json"])
+    assert status == 1
+    assert "No space left on device" in line
+    assert list((tmp_path / "store").rglob("*")) == []
+
+
+def test_what_a_stranger_named_is_escaped(tmp_path, capsys):
+    name = "<script>alert(1)</script>"
+    folder = write_run(tmp_path / name.replace("/", "_"))
+    assert run(["track", str(folder), "--out", str(tmp_path / "store")]) == 0
+    page = (tmp_path / "store" / "report.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_interrupted_it_says_so_and_goes_on_from_there(tmp_path):
+    folder = write_run(tmp_path / "run", steps=range(400))
+    command = [sys.executable, "-m", "qkov.reports", "track", str(folder), "--out", str(tmp_path / "store")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    store = RunStore(tmp_path / "store")
+    deadline = time.monotonic() + 60
+    while not (store.steps_folder.exists() and store.steps()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    done = len(store.steps())
+    assert process.returncode == 1
+    assert 0 < done < 400
+    assert errors.strip().splitlines()[-1].startswith("qkov: interrupted; what was written stands")
+    assert "Traceback" not in errors
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(rf"measured {400 - done} checkpoints, kept {done} ", finished.stdout)
+
+
+def test_help_names_every_command(capsys):
+    assert run(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for command in ("reproduce", "predict", "inspect", "track", "report"):
+        assert command in printed
+    for command in ("reproduce", "predict", "inspect", "track", "report"):
+        assert run([command, "--help"]) == 0
+        assert "--json" in capsys.readouterr().out
+
+
+def test_the_base_import_is_light():
+    code = "import sys, qkov.circuits; print(sorted({'transformers', 'matplotlib', 'pandas'} & set(sys.modules)))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed == "[]\n"
+
+
+def test_the_rope_run_from_the_command_line(shared_data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rope_toy.toml").write_text(ROPE_MAPPING)
+    assert run(["track", str(shared_data / "checkpoints" / "rope_toy"), "--map", "rope_toy.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] == [1, *range(500, 20_001, 500)]
+    page = Path("qkov-rope_toy/report.html").read_text()
+    assert "41 checkpoints, step 1 to 20000" in page
+    assert "rotary positions" in page
+
+
+@pytest.mark.parametrize("file", ["brackets/brackets_model_state_dict.pt", "induction/induction_head_infinite.pth"])
+def test_other_layouts_of_strangers_by_a_mapping(shared_data, tmp_path, capsys, monkeypatch, file):
+    monkeypatch.chdir(tmp_path)
+    prefix, block, layout = (
+        ("", "blocks", 'layout = "transformer_lens"\n')
+        if "brackets" in file
+        else ("prefix = 'model'\n", "attn_blocks", 'heads = 4\n[layout]\nQ = "head d_head d_model"\n')
+    )
+    if "induction" in file:
+        layout += 'K = "head d_head d_model"\nV = "head d_head d_model"\nO = "d_model (head d_head)"\n'
+    tensors = "".join(f'{role} = "{block}.{{layer}}.attn.W_{role}"\n' for role in "QKVO")
+    Path("map.toml").write_text(f"{prefix}{layout}[tensors]\n{tensors}")
+    assert run(["track", str(shared_data / "checkpoints" / file), "--map", "map.toml", "--out", "store"]) == 0
+    table = RunStore("store").table()
+    layers, heads, inner = (3, 2, 28) if "brackets" in file else (2, 4, 12)
+    assert (table["layer"].nunique(), table["head"].nunique()) == (layers, heads)
+    assert set(table["rank_bound"]) == {inner}
