@@ -54,7 +54,7 @@ def read_growth(reproduction: Reproduction, measured: Trajectories, departure: f
                 series=before,
                 fits=fits,
                 slope_predicted=straight_line_slope(setting, run.parameterization, run.ratio, run.start),
-                decided=fits is not None and (not run.parameterization.factorized_attention or growth > 1.1),
+                decided=fits is not None and (not run.parameterization.factorized_attention or bool(growth > 1.1)),
             )
         )
     return readings

@@ -150,7 +150,7 @@ def test_a_store_is_of_one_run_and_one_way_of_measuring(tmp_path):
     with pytest.raises(CallError, match="was made with another settings"):
         track(run, tmp_path / "store", mapping=mapping)
     (run / "step_000001000.safetensors").unlink()
-    with pytest.raises(CallError, match="compares with step 1000, which .* no longer holds"):
+    with pytest.raises(CallError, match=r"compares with step 1000, which .* no longer holds"):
         track(run, tmp_path / "store")
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
         track(run, tmp_path / "store")
     monkeypatch.undo()
     assert RunStore(tmp_path / "store").steps() == [0, 10]
-    assert [path for path in (tmp_path / "store").rglob("*.partial")] == []
+    assert list((tmp_path / "store").rglob("*.partial")) == []
     assert track(run, tmp_path / "store").measured == [200, 1000]
 
 
@@ -277,7 +277,7 @@ def test_two_at_once_end_with_every_row_once(tmp_path):
 
 
 def test_stores_that_are_none(tmp_path):
-    with pytest.raises(CallError, match="is no run store: its run.json is missing"):
+    with pytest.raises(CallError, match=r"is no run store: its run\.json is missing"):
         RunStore(tmp_path).description()
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(CallError, match="no run store of this version"):

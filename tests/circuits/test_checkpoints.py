@@ -53,7 +53,7 @@ def test_a_folder_that_holds_no_run(tmp_path):
     with pytest.raises(CallError, match="does not exist"):
         find_checkpoints(tmp_path / "none")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(CallError, match="holds no checkpoint: expected files that end in .* found notes.txt"):
+    with pytest.raises(CallError, match=r"holds no checkpoint: expected files that end in .* found notes.txt"):
         find_checkpoints(tmp_path)
     (tmp_path / "final.pt").touch()
     assert find_checkpoints(tmp_path)[0].step == 0

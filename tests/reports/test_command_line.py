@@ -31,10 +31,24 @@ O = "W_O.weight"
 [scalars]
 loss = "val_loss"
 """
-ACCEPTANCE = (
-    "predict --parameterization CACO --ratio 0.01 --loss 1e-4 --classes 20 --class-tokens 50 --relevant 5 "
-    "--background 50 --json"
-).split()
+ACCEPTANCE = [
+    "predict",
+    "--parameterization",
+    "CACO",
+    "--ratio",
+    "0.01",
+    "--loss",
+    "1e-4",
+    "--classes",
+    "20",
+    "--class-tokens",
+    "50",
+    "--relevant",
+    "5",
+    "--background",
+    "50",
+    "--json",
+]
 
 
 def write_run(folder: Path, steps=(0, 5, 50), heads=2) -> Path:
@@ -58,8 +72,8 @@ def refused(capsys, arguments: list[str]) -> tuple[int, str]:
 
 
 def test_predict_prints_the_figures_of_the_papers_simulation(capsys):
-    """mu_OV 81.669, mu_QK 0.559 and alpha 0.149 are printed in the paper's Figure 4; the longer ones are the
-    project's reference values, computed at 30 digits."""
+    # mu_OV 81.669, mu_QK 0.559 and alpha 0.149 are printed in the paper's Figure 4; the longer ones are the project's
+    # reference values, computed at 30 digits.
     assert run(ACCEPTANCE) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["mu_ov"] == pytest.approx(81.66869863298372, rel=1e-9)

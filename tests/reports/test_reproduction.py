@@ -138,8 +138,8 @@ def test_a_smaller_plan_overwrites_an_earlier_one(tmp_path):
     second = reproduce(plan, tmp_path / "out")
     assert first == second
     assert open_reproduction(tmp_path / "out") == second
-    for name in (run.name for run in second.runs):
-        assert (tmp_path / "out" / "stores" / name / "run.json").exists()
+    for trained in second.runs:
+        assert second.store(trained).exists()
 
 
 PROBE = """

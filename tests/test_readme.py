@@ -1,0 +1,60 @@
+"""The README is true: its code runs, its mappings are mappings, its commands exist."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from qkov.circuits.mapping import parse_mapping
+from qkov.reports.command_line import app, run
+from typer.main import get_command
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_code_runs(code):
+    names: dict = {}
+    exec(code, names)
+    if "figures" in names:
+        assert names["figures"]["singular_values"].shape == (12, 64)
+
+
+def test_what_the_comments_say_of_the_theory_is_so():
+    (code,) = (code for code in blocks("python") if "at_loss" in code)
+    names: dict = {}
+    exec(code, names)
+    found = names["at_loss"](names["setting"], names["Parameterization"].CACO, r=0.01, loss=1e-4)
+    assert [float(f"{value:.4g}") for value in found] == [0.5588, 81.67, 0.1488]
+    fits = names["fit_ratio"](names["flow"].mu_ov, names["flow"].mu_qk, names["setting"])
+    assert fits.best is names["Parameterization"].FAFO
+
+
+@pytest.mark.parametrize("table", blocks("toml"))
+def test_mappings_are_mappings(table):
+    parse_mapping(tomllib.loads(table), "the README")
+
+
+def test_commands_exist_with_their_options(capsys):
+    commands = get_command(app).commands
+    lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+    ours = [shlex.split(line) for line in lines if line.startswith("qkov ")]
+    assert {words[1] for words in ours} == {"inspect", "track", "report", "predict"}
+    for words in ours:
+        known = {option for parameter in commands[words[1]].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+    (predict,) = (words[1:] for words in ours if words[1] == "predict")
+    assert run(predict) == 0
+    assert "alpha 0.148830  mu_QK 0.558776  mu_OV 81.6687" in capsys.readouterr().out
+
+
+def test_the_two_commands_are_where_ci_looks():
+    for mark, ending in (("main", ".venv/bin/qkov reproduce"), ("test", ".venv/bin/pytest")):
+        found = re.search(rf"^<!-- {mark} command -->\n```sh\n(.+)\n```$", README, flags=re.MULTILINE)
+        assert found
+        assert found[1].endswith(ending)
