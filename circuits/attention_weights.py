@@ -8,6 +8,9 @@ from torch import Tensor
 from .errors import CallError
 from .factored import Circuit
 
+#: The tensors of a layer, in the order of the fields.
+NAMES = ("W_Q", "W_K", "W_V", "W_O", "W_QK", "W_OV")
+
 
 @dataclass(frozen=True)
 class AttentionWeights:
@@ -30,6 +33,18 @@ class AttentionWeights:
     W_QK: Float[Tensor, "head key query"] | None = None
     W_OV: Float[Tensor, "head write read"] | None = None
     rotary: bool = False
+
+    @classmethod
+    def of(cls, layer: int, tensors: dict[str, Tensor], rotary: bool = False) -> "AttentionWeights":
+        """Make the weights of a table of tensors by name.
+
+        Raises:
+            CallError: a name is none of W_Q, W_K, W_V, W_O, W_QK and W_OV.
+        """
+        unknown = sorted(set(tensors) - set(NAMES))
+        if unknown:
+            raise CallError(f"layer {layer} was given {unknown[0]}; attention weights are {', '.join(NAMES)}")
+        return cls(layer, *(tensors.get(name) for name in NAMES), rotary=rotary)
 
     def qk(self) -> Circuit:
         """Return W_QK = W_K W_Q', one matrix a head: score = x_key' W_QK x_query, without the 1/sqrt(d_head).

@@ -70,7 +70,7 @@ class OpenCheckpoint:
                 for part, tensor in self.mapping.arrange(role, self.file.read(name), name).items():
                     weights[f"W_{part}"] = tensor
             _demand_consistent(layer, weights, self.file.path)
-            yield AttentionWeights(layer=layer, rotary=self.mapping.rotary, **weights)
+            yield AttentionWeights.of(layer, weights, self.mapping.rotary)
 
 
 def find_checkpoints(path: Path) -> list[Checkpoint]:

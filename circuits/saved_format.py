@@ -9,7 +9,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .atomic_write import write_atomically
-from .attention_weights import AttentionWeights
+from .attention_weights import NAMES, AttentionWeights
 from .errors import QkovError
 from .mapping import LAYOUTS, Mapping
 from .tensor_files import TensorFile
@@ -32,7 +32,7 @@ def save_checkpoint(
     """
     tensors: dict[str, Tensor] = {}
     for weights in layers:
-        for name in ("W_Q", "W_K", "W_V", "W_O", "W_QK", "W_OV"):
+        for name in NAMES:
             tensor = getattr(weights, name)
             if tensor is not None:
                 tensors[f"blocks.{weights.layer}.attn.{name}"] = tensor.detach().clone(

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ def cosine(value: float | None) -> str:
 
 
 def subscripts(text: str) -> Markup:
-    """Return a sentence for the page in which W_QK, μ_OV and their like have their letters set below."""
-    return Markup(re.sub(r"([Wμη])_([A-Z]{1,2})", r"\1<sub>\2</sub>", str(Markup.escape(text))))
+    """Return a sentence for the page: the letters of W_QK, μ_OV and their like set below, a power ^½ above."""
+    lowered = re.sub(r"([Wμη])_([A-Z]{1,2})", r"\1<sub>\2</sub>", str(Markup.escape(text)))
+    return Markup(lowered.replace("^½", "<sup>½</sup>"))
 
 
 def listed(values: Sequence[float]) -> str:
@@ -61,7 +62,7 @@ def listed(values: Sequence[float]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def mark_changes(rows: list[dict[str, Any]], column: str) -> list[dict[str, Any]]:
+def mark_changes(rows: Sequence[Mapping[Any, Any]], column: str) -> list[dict[Any, Any]]:
     """Mark as `first` the rows at which a column's value changes, where a table draws a rule."""
     return [
         {**row, "first": position > 0 and row[column] != rows[position - 1][column]}

@@ -5,6 +5,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -15,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 # Stands for the page's own text colour, so that a figure follows the page into dark mode and print.
 _FOREGROUND = "#010203"
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.edgecolor": _FOREGROUND,
     "axes.grid": True,
     "axes.labelcolor": _FOREGROUND,

@@ -8,6 +8,7 @@ import numpy as np
 from ..analyses.dynamics.populations import exact_population
 from ..analyses.studies.comparison import (
     RatioReading,
+    long_after_table,
     matched_loss_table,
     preconditioner_table,
     read_ratios,
@@ -18,7 +19,7 @@ from ..analyses.studies.growth import read_growth
 from ..analyses.studies.reproduction import Reproduction
 from .page import listed, mark_changes, write_page
 from .panels import swatch
-from .reproduction_sections import falsifier, far_losses, following, growth, preconditioner, sharpening
+from .reproduction_sections import falsifier, following, growth, preconditioner, sharpening
 
 
 def write_reproduction_report(reproduction: Reproduction, path: Path, command: str) -> Path:
@@ -59,8 +60,7 @@ def write_reproduction_report(reproduction: Reproduction, path: Path, command: s
         matched=mark_changes(matched[matched["loss"].isin(shown_losses)].to_dict("records"), "parameterization"),
         matched_count=len(matched),
         largest_difference=matched["difference"].max(),
-        falsifier=falsifier(reproduction, measured),
-        falsifier_losses=far_losses(reproduction),
+        long_after=falsifier(long_after_table(reproduction, measured)),
         following=following(reproduction, measured, readings, rescaled, style),
         readings=mark_changes([_reading_row(reading) for reading in readings], "parameterization"),
         rescaled=mark_changes(rescaled[rescaled["loss"].isin(shown_losses)].to_dict("records"), "ratio"),

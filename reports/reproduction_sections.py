@@ -84,45 +84,29 @@ def sharpening(
                 )
             )
         )
-    return {"answer": answer, "panels": panels, "long_after": _long_after(reproduction)}
+    return {"answer": answer, "panels": panels}
 
 
-def far_losses(reproduction: Reproduction) -> list[float]:
-    """Return the losses at which alpha long after learning is shown: those trained, and two beyond."""
-    trained = [loss for loss in reproduction.plan.losses if loss <= 1e-2]
-    return sorted({*trained, 1e-12, 1e-16}, reverse=True)
-
-
-def falsifier(reproduction: Reproduction, measured: Trajectories) -> list[dict[str, Any]]:
-    """Alpha at ever smaller losses: the review's falsifier."""
+def falsifier(long_after: pd.DataFrame) -> dict[str, Any]:
+    """Alpha at ever smaller losses, a row a run, and in words where it goes at the slowest rate."""
+    losses = long_after["loss"].drop_duplicates().tolist()
     rows = []
-    for chosen in Parameterization:
-        for run in reproduction.balanced(chosen):
-            table = measured[run.name].set_index("step")["attention"]
-            cells = []
-            for loss in far_losses(reproduction):
-                predicted = at_loss(reproduction.plan.setting, chosen, run.ratio, loss, run.start).attention
-                trained = float(table[run.reached[loss]]) if loss in run.reached else None
-                cells.append({"predicted": float(predicted), "trained": trained})
-            rows.append({"parameterization": chosen.value, "ratio": run.ratio, "cells": cells})
-    return mark_changes(rows, "parameterization")
-
-
-def _long_after(reproduction: Reproduction) -> str:
-    plan = reproduction.plan
-    slow = min(plan.ratios)
-    last = far_losses(reproduction)[-1]
-    parts = []
-    for chosen in Parameterization:
-        run = next(run for run in reproduction.balanced(chosen) if run.ratio == slow)
-        alphas = [
-            float(at_loss(plan.setting, chosen, slow, loss, run.start).attention) for loss in (plan.losses[-1], last)
-        ]
-        parts.append(f"{chosen.value} {number(alphas[0], 3)} → {number(alphas[1], 3)}")
-    return (
-        f"Attention goes on sharpening after the loss has vanished, but slowly: at r = {slow:g}, from a loss of "
-        f"{plan.losses[-1]:g} to one of {last:g}, theory has α go {'; '.join(parts)}."
-    )
+    for (parameterization, ratio), of_run in long_after.groupby(["parameterization", "ratio"], sort=False):
+        cells = of_run[["alpha_predicted", "alpha"]].to_dict("records")
+        rows.append({"parameterization": parameterization, "ratio": ratio, "cells": cells})
+    slow = long_after["ratio"].min()
+    slowest = long_after[long_after["ratio"] == slow].set_index(["parameterization", "loss"])["alpha_predicted"]
+    trained = long_after.dropna(subset="alpha")["loss"].min()
+    parts = [
+        f"{chosen.value} {number(slowest[chosen.value, trained], 3)} → {number(slowest[chosen.value, losses[-1]], 3)}"
+        for chosen in Parameterization
+    ]
+    return {
+        "losses": losses,
+        "rows": mark_changes(rows, "parameterization"),
+        "words": f"Attention goes on sharpening after the loss has vanished, but slowly: at r = {slow:g}, from a loss "
+        f"of {trained:g} to one of {losses[-1]:g}, theory has α go {'; '.join(parts)}.",
+    }
 
 
 def following(

@@ -70,7 +70,7 @@ _SECTIONS: tuple[tuple[str, str, tuple[_Figure, ...]], ...] = (
         ),
     ),
     (
-        "What would factorized training do to them?",
+        "How does gradient descent on the factors move them?",
         "Ω(C) = (CᵀC)^½ ⊕ (CCᵀ)^½ is how gradient flow on balanced factors moves their product. Its rate "
         "along C itself is 2Σs³/Σs². Imbalance is ‖AᵀA − BBᵀ‖/(‖AᵀA‖ + ‖BBᵀ‖), 0 when balanced; the cosines compare "
         "Ω's two sides with AAᵀ and BᵀB, of the factors themselves: 1 means that Ω tells the exact step.",
@@ -174,7 +174,7 @@ def _panel(figure: _Figure, circuit: str, groups: list[_Group], style: dict[str,
         rows = group.rows[group.rows["circuit"] == circuit]
         if figure.column not in rows or rows[figure.column].isna().all():
             continue
-        quartiles = rows.groupby("step")[figure.column].quantile([0.25, 0.5, 0.75]).unstack()
+        quartiles = rows.groupby("step")[figure.column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
         band = (quartiles[0.25].to_numpy(), quartiles[0.75].to_numpy()) if _heads(rows) > 1 else None
         series.append(Series(quartiles.index, quartiles[0.5].to_numpy(), style[group.label], band=band))
     if not series:
@@ -201,7 +201,9 @@ def _panel(figure: _Figure, circuit: str, groups: list[_Group], style: dict[str,
 
 def _loss_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
     """The figures that were saved beside the weights, one panel each."""
-    columns = sorted({column for table in tables.values() for column in table if column.startswith("training_")})
+    columns = sorted(
+        {str(column) for table in tables.values() for column in table if str(column).startswith("training_")}
+    )
     panels = []
     for column in columns:
         series = []

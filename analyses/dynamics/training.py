@@ -45,7 +45,7 @@ class State:
 
     def attention_weights(self, run: int) -> AttentionWeights:
         """Return the weights of one run as a layer's attention weights."""
-        return AttentionWeights(layer=0, **{name: weight[run] for name, weight in self.weights.items()})
+        return AttentionWeights.of(0, {name: weight[run] for name, weight in self.weights.items()})
 
 
 def train(
@@ -171,9 +171,9 @@ def _gradients(
 def _motion(
     factor: Tensor, parameters: list[torch.nn.Parameter], gradients: list[Tensor], start: Tensor | None
 ) -> CircuitMotion:
-    squared_gradient = sum(_squared_norm(gradient) for gradient in gradients)
+    squared_gradient = torch.stack([_squared_norm(gradient) for gradient in gradients]).sum(dim=0)
     if start is None:
-        squared_size = sum(_squared_norm(parameter.detach()) for parameter in parameters)
+        squared_size = torch.stack([_squared_norm(parameter.detach()) for parameter in parameters]).sum(dim=0)
     else:
         squared_size = _squared_norm(parameters[0].detach() - start)
     speed = factor * (squared_gradient / squared_size).sqrt()

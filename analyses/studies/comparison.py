@@ -1,6 +1,7 @@
 """A finished reproduction against the theory: the tables that its report prints."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,6 +75,33 @@ def matched_loss_table(reproduction: Reproduction, measured: Trajectories) -> pd
     return table.assign(difference=np.maximum(*difference))
 
 
+#: Losses beyond those that training comes to, at which theory alone says where attention goes.
+FAR_LOSSES = (1e-12, 1e-16)
+
+
+def long_after_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
+    """Return alpha of every balanced run at ever smaller losses, and as predicted beyond those that were trained.
+
+    Columns: parameterization, ratio, loss, alpha_predicted, and alpha, NaN where no run went that far. Read across r at
+    one loss it is the falsifier of the review of the paper: does r = 100 sharpen attention against r = 0.01?
+    """
+    rows = []
+    for run in reproduction.of_kind("balanced"):
+        alpha = measured[run.name].set_index("step")["attention"]
+        for loss in (*(loss for loss in reproduction.plan.losses if loss <= 1e-2), *FAR_LOSSES):
+            predicted = at_loss(reproduction.plan.setting, run.parameterization, run.ratio, loss, run.start)
+            rows.append(
+                {
+                    "parameterization": run.parameterization.value,
+                    "ratio": run.ratio,
+                    "loss": loss,
+                    "alpha_predicted": float(predicted.attention),
+                    "alpha": alpha[run.reached[loss]] if loss in run.reached else np.nan,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
 @dataclass(frozen=True)
 class RatioReading:
     """What the weights of a run say of how it was trained.
@@ -127,7 +155,7 @@ def rescaled_table(reproduction: Reproduction, measured: Trajectories) -> pd.Dat
         other = factorized[run.ratio]
         collapsed, traced = (measured[each.name].set_index("step") for each in (run, other))
         for loss, step in sorted(run.reached.items(), reverse=True):
-            row: dict[str, float] = {"ratio": run.ratio, "loss": loss}
+            row: dict[str, Any] = {"ratio": run.ratio, "loss": loss}
             for figure in ("mu_qk", "mu_ov", "attention", "time"):
                 row[f"{figure}_collapsed"] = collapsed.loc[step, figure]
                 row[f"{figure}_factorized"] = traced.loc[other.reached[loss], figure]

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from joblib import Parallel, cpu_count, delayed, parallel_config
 
@@ -98,6 +98,10 @@ class Reproduction:
         return [run for run in self.runs if run.kind == kind]
 
 
+#: For each run by name, the step at which it was at each loss.
+_Reached = dict[str, dict[float, int]]
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Runs that train as one batched computation: one parameterization, one start, several ratios."""
@@ -141,13 +145,13 @@ def reproduce(plan: Plan, folder: Path, progress: Callable[[int, int, str], None
     ]
     report = progress or (lambda *_: None)
     report(0, len(batches), "training and tracking")
-    reached: dict[str, dict[float, int]] = {}
+    reached: _Reached = {}
     # A worker a core, of one thread each: threads gain nothing on matrices this small.
     with parallel_config(backend="loky", inner_max_num_threads=1):
         finished = Parallel(n_jobs=min(cpu_count(), len(batches)), return_as="generator_unordered")(
             delayed(_train_and_track)(plan, batch, folder) for batch in batches
         )
-        for done, (batch, of_batch) in enumerate(finished, start=1):
+        for done, (batch, of_batch) in enumerate(cast("Iterator[tuple[_Batch, _Reached]]", finished), start=1):
             reached |= of_batch
             report(done, len(batches), f"{batch.parameterization.value}, {batch.kind}")
     runs = [
@@ -211,14 +215,14 @@ def open_reproduction(folder: Path) -> Reproduction:
         raise CallError(f"{folder} holds no finished reproduction ({type(error).__name__}: {error})") from error
 
 
-def _train_and_track(plan: Plan, batch: _Batch, folder: Path) -> tuple[_Batch, dict[str, dict[float, int]]]:
+def _train_and_track(plan: Plan, batch: _Batch, folder: Path) -> tuple[_Batch, _Reached]:
     reached = _train(plan, batch, folder)
     for name in reached:
         track(folder / "runs" / name, folder / "stores" / name, directions=task_directions(plan.setting))
     return batch, reached
 
 
-def _train(plan: Plan, batch: _Batch, folder: Path) -> dict[str, dict[float, int]]:
+def _train(plan: Plan, batch: _Batch, folder: Path) -> _Reached:
     population = exact_population(plan.setting)
     model = SingleLayerAttention(
         population.embedding.shape[1],

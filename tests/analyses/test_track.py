@@ -165,8 +165,8 @@ def test_a_wrong_mapping_leaves_no_store_behind(tmp_path):
 def test_a_damaged_head_is_flagged_and_the_rest_measured(tmp_path):
     run = write_run(tmp_path / "run", STEPS[:2])
     broken = weights(1000)
-    broken[1].W_K[0, 2, 1] = torch.nan
-    broken[0].W_O[1, 0, 0] = torch.inf
+    broken[1].circuits()["QK"].left[0, 2, 1] = torch.nan
+    broken[0].circuits()["OV"].left[1, 0, 0] = torch.inf
     save_checkpoint(run, 300, broken, {"loss": 0.1}, {"seed": 0})
     save_checkpoint(run, 1000, weights(1000), {"loss": 0.1}, {"seed": 0})
     table = track(run, tmp_path / "store").store.table()
@@ -181,11 +181,7 @@ def test_a_damaged_head_is_flagged_and_the_rest_measured(tmp_path):
 
 def test_zero_and_rank_deficient_factors_are_measured(tmp_path):
     run = tmp_path / "run"
-    zero = [
-        AttentionWeights(
-            layer=0, **{name: torch.zeros(1, *shape) for name, shape in (("W_Q", (6, 3)), ("W_K", (6, 3)))}
-        )
-    ]
+    zero = [AttentionWeights.of(0, {name: torch.zeros(1, 6, 3) for name in ("W_Q", "W_K")})]
     save_checkpoint(run, 0, zero, {}, {})
     one = torch.zeros(1, 6, 3)
     one[0, 0, 0] = 2.0

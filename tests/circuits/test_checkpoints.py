@@ -105,6 +105,8 @@ def test_only_some_tensors_give_only_some_circuits(tmp_path):
         first.ov()
     with pytest.raises(CallError, match="layer 4 has no W_QK"):
         AttentionWeights(layer=4).qk()
+    with pytest.raises(CallError, match="was given W_X; attention weights are W_Q, W_K"):
+        AttentionWeights.of(4, {"W_X": torch.zeros(1, 2, 2)})
 
 
 def test_own_checkpoints_come_back_with_factors_or_without(tmp_path):

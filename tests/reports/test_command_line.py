@@ -55,7 +55,7 @@ def write_run(folder: Path, steps=(0, 5, 50), heads=2) -> Path:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         factors = {name: torch.randn(heads, 6, 3, generator=generator) for name in ("W_Q", "W_K", "W_V")}
-        weights = AttentionWeights(layer=0, **factors, W_O=torch.randn(heads, 3, 6, generator=generator))
+        weights = AttentionWeights.of(0, factors | {"W_O": torch.randn(heads, 3, 6, generator=generator)})
         save_checkpoint(folder, step, [weights], {"loss": 1.0}, {})
     return folder
 

@@ -40,6 +40,7 @@ def test_other_forms():
     assert listed((0.01, 1.0, 100.0)) == "0.01, 1 and 100"
     assert listed((2.0,)) == "2"
     assert subscripts("W_QK & μ_OV of a_b") == "W<sub>QK</sub> &amp; μ<sub>OV</sub> of a_b"
+    assert subscripts("(CᵀC)^½") == "(CᵀC)<sup>½</sup>"
     rows = mark_changes([{"a": 1}, {"a": 1}, {"a": 2}], "a")
     assert [row["first"] for row in rows] == [False, False, True]
 

@@ -1,0 +1,94 @@
+"""The tables of a reproduction, on a small one, against the files that it saved."""
+
+import numpy as np
+import pytest
+from qkov.analyses.dynamics.matched_loss import at_loss
+from qkov.analyses.dynamics.populations import directions
+from qkov.analyses.dynamics.setting import Parameterization
+from qkov.analyses.studies.comparison import (
+    FAR_LOSSES,
+    long_after_table,
+    matched_loss_table,
+    preconditioner_table,
+    read_ratios,
+    rescaled_table,
+    trajectories,
+)
+from qkov.analyses.studies.growth import read_growth
+from qkov.analyses.studies.reproduction import Plan, reproduce
+from safetensors import safe_open
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    plan = Plan(ratios=(0.1, 10.0), losses=(0.5, 0.1, 0.01), step=0.02, checkpoints=20)
+    reproduction = reproduce(plan, tmp_path_factory.mktemp("small") / "out")
+    return reproduction, trajectories(reproduction)
+
+
+def test_scales_are_those_of_the_saved_weights(small):
+    reproduction, measured = small
+    exact = directions(reproduction.plan.setting)
+    run = next(run for run in reproduction.balanced(Parameterization.FAFO) if run.ratio == 10.0)
+    table = measured[run.name].set_index("step")
+    for step in run.reached.values():
+        path = reproduction.folder / "runs" / run.name / f"step_{step:09d}.safetensors"
+        with safe_open(path, framework="np") as file:
+            W_Q, W_K, W_V, W_O = (file.get_tensor(f"blocks.0.attn.W_{part}")[0] for part in "QKVO")
+        for C, R, mu in ((W_K @ W_Q.T, exact.qk.numpy(), "mu_qk"), (W_O.T @ W_V.T, exact.ov.numpy(), "mu_ov")):
+            assert table.loc[step, mu] == pytest.approx((C * R).sum() / (R * R).sum(), rel=1e-9)
+
+
+def test_matched_loss_is_of_every_run_and_loss(small):
+    table = matched_loss_table(*small)
+    assert len(table) == 4 * 2 * 3
+    for row in table.to_dict("records"):
+        chosen = Parameterization[row["parameterization"]]
+        predicted = at_loss(small[0].plan.setting, chosen, row["ratio"], row["loss"])
+        assert row["mu_qk_predicted"] == predicted.mu_qk
+        expected = max(abs(row["mu_qk"] / predicted.mu_qk - 1), abs(row["mu_ov"] / predicted.mu_ov - 1))
+        assert row["difference"] == pytest.approx(expected)
+        assert expected < 0.03
+
+
+def test_long_after_goes_beyond_what_was_trained(small):
+    table = long_after_table(*small)
+    assert table["loss"].drop_duplicates().tolist() == [0.01, *FAR_LOSSES]
+    trained = table[table["loss"] == 0.01]
+    np.testing.assert_allclose(trained["alpha"], trained["alpha_predicted"], atol=0.005)
+    assert table[table["loss"] < 0.01]["alpha"].isna().all()
+    for _, rows in table.groupby(["parameterization", "ratio"]):
+        assert rows["alpha_predicted"].is_monotonic_increasing
+
+
+def test_readings_name_the_run(small):
+    for reading in read_ratios(*small):
+        assert reading.best is reading.run.parameterization
+        assert reading.r == pytest.approx(reading.run.ratio, rel=0.05)
+        # The largest misfit of Euler's method at a step of 2 %, where attention moves fastest.
+        assert reading.residual < 0.1
+
+
+def test_the_rescaled_runs_trace_fafo(small):
+    table = rescaled_table(*small)
+    assert len(table) == 2 * 3
+    assert (table["difference"] < 0.03).all()
+    np.testing.assert_allclose(table["time_collapsed"], table["time_factorized"], rtol=0.03)
+
+
+def test_every_factorized_circuit_has_its_steps_compared(small):
+    table = preconditioner_table(*small)
+    assert len(table) == 2 * (1 + 1 + 2) + 2
+    assert (table[table["kind"] == "balanced"]["omega_cosine"] > 0.999).all()
+    assert (table[table["kind"] == "unbalanced"]["omega_cosine"] < 0.9).all()
+
+
+def test_growth_before_saturation_is_told_apart(small):
+    for reading in read_growth(*small):
+        assert reading.fits is not None
+        if reading.decided:
+            assert reading.fits.best is reading.run.parameterization
+            own = reading.fits.fits[reading.run.parameterization]
+            # Until 1 - alpha has fallen by a tenth, the frozen alpha is off by at most that.
+            assert own.slope == pytest.approx(reading.slope_predicted, rel=0.1)
+    assert any(reading.decided for reading in read_growth(*small))
