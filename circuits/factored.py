@@ -156,6 +156,18 @@ class Circuit:
         """||C||_*, the sum of the singular values."""
         return self.singular_values().sum(-1)
 
+    def demand_shape(self, shape: torch.Size, what: str) -> None:
+        """CallError for a shape that is not the circuit's and does not broadcast to it from fewer batch dimensions."""
+        try:
+            fits = spectrum.broadcast_shapes(shape[:-2], self.batch_shape) == self.batch_shape
+        except ValueError:
+            fits = False
+        if not fits or shape[-2:] != self.shape[-2:]:
+            raise CallError(
+                f"{what} must have the circuit's shape {list(self.shape)}, or fewer batch dimensions that broadcast to "
+                f"it, got {list(shape)}."
+            )
+
     def _check_same_matrix(self, other: "Circuit", operation: str) -> torch.Size:
         """Refuse circuits of other shapes, and return the batch shape of the two together."""
         if self.shape[-2:] != other.shape[-2:]:

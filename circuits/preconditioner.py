@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
-from .spectrum import Reduction, ThinSVD, broadcast_shapes, matrix_svd, upcast
+from .spectrum import Reduction, ThinSVD, matrix_svd, upcast
 
 
 class Eigenvalues(NamedTuple):
@@ -63,7 +63,8 @@ class Preconditioner:
 
         **Raises** CallError when the gradient has not the circuit's shape.
         """
-        gradient = _gradient_of(self.circuit, gradient)
+        self.circuit.demand_shape(gradient.shape, "The gradient")
+        gradient = upcast(gradient)
         left, values, right = self._svd
         scale = values[..., None]
         by_rows = left @ (scale * (left.mT @ gradient))
@@ -131,7 +132,8 @@ def exact_step(circuit: Circuit, gradient: Float[Tensor, "*_ rows columns"]) -> 
     **Raises** CallError when the circuit is collapsed, or the gradient has not its shape.
     """
     left, right = _factors(circuit, "exact_step")
-    gradient, left, right = _gradient_of(circuit, gradient), upcast(left), upcast(right)
+    circuit.demand_shape(gradient.shape, "The gradient")
+    gradient, left, right = upcast(gradient), upcast(left), upcast(right)
     return left @ (left.mT @ gradient) + (gradient @ right.mT) @ right
 
 
@@ -195,17 +197,3 @@ def _factors(circuit: Circuit, function: str) -> tuple[Tensor, Tensor]:
             "Pass Circuit(left, right); Preconditioner takes collapsed circuits."
         )
     return circuit.left, circuit.right
-
-
-def _gradient_of(circuit: Circuit, gradient: Tensor) -> Tensor:
-    """The gradient in float64, refused where its shape does not broadcast to the circuit's."""
-    try:
-        fits = broadcast_shapes(gradient.shape, circuit.shape) == circuit.shape
-    except ValueError:
-        fits = False
-    if not fits or gradient.shape[-2:] != circuit.shape[-2:]:
-        raise CallError(
-            f"The gradient must have the circuit's shape {list(circuit.shape)}, or fewer batch dimensions that "
-            f"broadcast to it, got {list(gradient.shape)}."
-        )
-    return upcast(gradient)

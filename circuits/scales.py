@@ -4,7 +4,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .errors import CallError
 from .factored import Circuit
 from .preconditioner import (
     Agreement,
@@ -14,7 +13,7 @@ from .preconditioner import (
     reduced_imbalance,
     self_rate,
 )
-from .spectrum import Reduction, ThinSVD, broadcast_shapes, matrix_singular_values, matrix_svd, multiply, upcast
+from .spectrum import Reduction, ThinSVD, matrix_singular_values, matrix_svd, multiply, upcast
 
 FACTOR_FIGURES = ("imbalance", *(f"agreement_{side}" for side in Agreement._fields))
 SYMMETRY_FIGURES = ("symmetric_share", "antisymmetric_share")
@@ -60,7 +59,7 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
     **Raises** CallError when the reference has not the circuit's shape.
     """
     if reference is not None:
-        _check_reference(circuit, reference)
+        circuit.demand_shape(reference.shape, "measure: the reference")
     reduction = circuit.reduction()
     # A collapsed circuit has no factors to compare with, and can do without singular vectors.
     core = None if circuit.right is None else matrix_svd(reduction.core)
@@ -124,15 +123,3 @@ def _reference_figures(circuit: Circuit, norm: Float64[Tensor, "*batch"], refere
 def _with_its_eigenvalues(circuit: Circuit) -> Float64[Tensor, "*batch n n"]:
     """R L, whose nonzero eigenvalues, and so tr(CC), are those of C = L R; C itself when collapsed."""
     return upcast(circuit.left) if circuit.right is None else multiply(circuit.right, circuit.left)
-
-
-def _check_reference(circuit: Circuit, reference: Circuit) -> None:
-    try:
-        fits = broadcast_shapes(circuit.batch_shape, reference.batch_shape) == circuit.batch_shape
-    except ValueError:
-        fits = False
-    if not fits or circuit.shape[-2:] != reference.shape[-2:]:
-        raise CallError(
-            f"measure: the reference must have the circuit's shape {list(circuit.shape)}, or fewer batch "
-            f"dimensions that broadcast to it, got {list(reference.shape)}."
-        )

@@ -240,7 +240,7 @@ def run(arguments: list[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         return _refuse(f"{error.strerror or error}{where}: what was written before stands; run the command again", 1)
     if status == _INTERRUPTED:
-        return _refuse("interrupted; what was written stands, and the same command goes on from there", 1)
+        return _refuse("interrupted; nothing is half written: run the same command again to finish", 1)
     return status if isinstance(status, int) else 0
 
 

@@ -171,7 +171,7 @@ def _rows(
         for name, circuit in weights.circuits().items():
             direction = None
             if directions is not None:
-                direction = _broadcast(directions.circuits[name], circuit)
+                direction = directions.circuits[name]
             elif referred is not None and reference is not None:
                 direction = _counterpart(circuit, checkpoint, referred, reference, name)
             values = measure(circuit, reference=direction, eigenvalues=name == "OV")
@@ -228,16 +228,6 @@ def _counterpart(
             f"{other_checkpoint.path.name} has {shape}: the checkpoints of one run should agree"
         )
     return other
-
-
-def _broadcast(direction: Circuit, circuit: Circuit) -> Circuit:
-    if direction.shape[-2:] != circuit.shape[-2:]:
-        raise CallError(
-            f"the direction has shape {tuple(direction.shape[-2:])} and the circuit {tuple(circuit.shape[-2:])}; "
-            f"they should agree"
-        )
-    dense = direction.dense()
-    return Circuit(dense.expand(circuit.shape[0], *dense.shape[-2:]))
 
 
 def _reference_name(reference: Checkpoint | None, directions: TaskDirections | None) -> str | None:

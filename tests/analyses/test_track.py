@@ -103,7 +103,7 @@ def test_task_directions_are_the_reference_where_given(tmp_path):
         assert row["reference_scale"] == pytest.approx((C * R).sum() / (R * R).sum(), rel=1e-9)
         assert row["reference"] == "mine"
     wrong = TaskDirections("wrong", {name: Circuit(torch.zeros(5, 6)) for name in ("QK", "OV")})
-    with pytest.raises(CallError, match=r"the direction has shape \(5, 6\) and the circuit \(6, 6\)"):
+    with pytest.raises(CallError, match=r"must have the circuit's shape \[2, 6, 6\].* got \[5, 6\]"):
         track(tmp_path / "run", tmp_path / "other", directions=wrong)
 
 

@@ -206,7 +206,7 @@ def test_interrupted_it_says_so_and_goes_on_from_there(tmp_path):
     done = len(store.steps())
     assert process.returncode == 1
     assert 0 < done < 400
-    assert errors.strip().splitlines()[-1].startswith("qkov: interrupted; what was written stands")
+    assert errors.strip().splitlines()[-1].startswith("qkov: interrupted; nothing is half written")
     assert "Traceback" not in errors
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     assert re.search(rf"measured {400 - done} checkpoints, kept {done} ", finished.stdout)
