@@ -18,6 +18,8 @@ from matplotlib.ticker import MaxNLocator
 _FOREGROUND = "#010203"
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": _FOREGROUND,
+    "axes.formatter.limits": (-4, 7),
+    "axes.formatter.useoffset": False,
     "axes.grid": True,
     "axes.labelcolor": _FOREGROUND,
     "axes.linewidth": 0.7,
@@ -97,7 +99,7 @@ def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
         figure = Figure(figsize=(width, height))
         # Fixed margins, so that panels below each other line up; a measured layout would also take as long as the
         # drawing.
-        left, right, bottom, top = 0.66 / width, 0.08 / width, 0.48 / height, 0.3 / height
+        left, right, bottom, top = 0.66 / width, 0.14 / width, 0.48 / height, 0.3 / height
         axes = figure.add_axes((left, bottom, 1 - left - right, 1 - bottom - top))
         for series in panel.series:
             _draw_series(axes, series)
@@ -110,7 +112,7 @@ def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
             axes.set_yscale("log")
         if panel.x_reversed:
             axes.invert_xaxis()
-        axes.set_ylim(*panel.y_limits)
+        axes.set_ylim(*(around_a_constant(panel) or panel.y_limits))
         for axis, log in ((axes.xaxis, panel.x_log), (axes.yaxis, panel.y_log)):
             if not log:
                 axis.set_major_locator(MaxNLocator(nbins=5, integer=panel.x_integer and axis is axes.xaxis))
@@ -146,6 +148,16 @@ def swatch(style: int, *, dots: bool = True, line: bool = True, hollow: bool = F
     drawn = f'<path d="M0 7H28" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>' if line else ""
     drawn += shapes[MARKERS[style % len(MARKERS)]].format(fill) if dots else ""
     return Markup(f'<svg class="swatch" width="28" height="14" viewBox="0 0 28 14" aria-hidden="true">{drawn}</svg>')
+
+
+def around_a_constant(panel: Panel) -> tuple[float, float] | None:
+    """Limits for a panel in which nothing moves, so that the axes do not magnify rounding."""
+    drawn = np.concatenate([np.asarray(series.y, dtype=float) for series in panel.series] or [np.empty(0)])
+    drawn = drawn[np.isfinite(drawn)]
+    if panel.y_limits != (None, None) or not drawn.size or np.ptp(drawn) > 1e-6 * np.abs(drawn).max():
+        return None
+    middle = float(drawn.mean())
+    return (0.9 * middle, 1.1 * middle) if middle > 0 else (middle - 1.0, middle + 1.0)
 
 
 def _draw_series(axes, series: Series) -> None:

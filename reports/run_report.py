@@ -127,7 +127,8 @@ def write_run_report(stores: list[RunStore], path: Path, command: str) -> Path:
         legend=[{"swatch": swatch(style[group.label], dots=False), "label": group.label} for group in groups],
         gathered=any(_heads(group.rows) > 1 for group in groups),
         sections=sections,
-        losses=_loss_panels(tables),
+        losses=_saved_panels(tables, style, losses=True),
+        saved=_saved_panels(tables, style, losses=False),
         spectra=_spectra_panels(tables),
         heads=_head_rows(tables),
         rows_left_out=max(0, sum(len(_last_rows(table)) for table in tables.values()) - _ROWS),
@@ -199,24 +200,28 @@ def _panel(figure: _Figure, circuit: str, groups: list[_Group], style: dict[str,
     )
 
 
-def _loss_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
-    """The figures that were saved beside the weights, one panel each."""
+def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses: bool) -> list[Any]:
+    """The figures that were saved beside the weights, one panel each: the losses, or the others."""
     columns = sorted(
         {str(column) for table in tables.values() for column in table if str(column).startswith("training_")}
     )
+    log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
     panels = []
     for column in columns:
+        if ("loss" in column) != losses:
+            continue
         series = []
-        for position, table in enumerate(tables.values()):
+        for label, table in tables.items():
             if column in table and table[column].notna().any():
                 over = table.groupby("step")[column].first()
-                series.append(Series(over.index, over.to_numpy(), position))
+                series.append(Series(over.index, over.to_numpy(), style.get(label, 0)))
+        if not series:
+            continue
         name = column.removeprefix("training_").replace("_", " ")
-        if series:
-            log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
-            panels.append(
-                draw(Panel(name, f"{name} against the step of training", "step", "", series, x_log=log_steps))
-            )
+        values = np.concatenate([np.asarray(line.y) for line in series])
+        values = values[np.isfinite(values)]
+        wide = bool(values.size and values.min() > 0 and values.max() > 1e3 * values.min())
+        panels.append(draw(Panel(name, f"{name} against the step", "step", "", series, x_log=log_steps, y_log=wide)))
     return panels
 
 

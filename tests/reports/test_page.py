@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from markupsafe import Markup
 from qkov.reports.page import cosine, listed, mark_changes, number, percent, subscripts
-from qkov.reports.panels import Panel, Series, draw, swatch
+from qkov.reports.panels import Panel, Series, around_a_constant, draw, swatch
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,17 @@ def test_a_panel_is_inline_and_follows_the_pages_colours():
     assert "#010203" not in drawn
     assert not re.search(r"#000000|black|white|#ffffff", drawn)
     assert "<metadata" not in drawn
+
+
+def test_rounding_is_not_magnified():
+    def limits(*values, **changes):
+        return around_a_constant(Panel("t", "d", "x", "y", [Series(np.arange(3.0), np.array(values))], **changes))
+
+    assert limits(4.0, 4.0 - 1e-12, 4.0) == pytest.approx((3.6, 4.4))
+    assert limits(0.0, 0.0, math.nan) == (-1.0, 1.0)
+    assert limits(4.0, 4.1, 4.0) is None
+    assert limits(4.0, 4.0, 4.0, y_limits=(0.0, None)) is None
+    assert limits(math.nan, math.nan, math.nan) is None
 
 
 def test_panels_on_one_page_share_no_id():
