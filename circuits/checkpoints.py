@@ -36,7 +36,8 @@ class OpenCheckpoint:
         self.file = file
         self.mapping = mapping
         self.recognised = recognised
-        self.layer_numbers = mapping.layers(set(file.shapes))
+        self._names = mapping.layers(set(file.shapes))
+        self.layer_numbers = sorted(self._names)
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -65,8 +66,7 @@ class OpenCheckpoint:
         """
         for layer in self.layer_numbers:
             weights = {}
-            for role, template in self.mapping.tensors.items():
-                name = self.mapping.full_name(template, layer)
+            for role, name in self._names[layer].items():
                 for part, tensor in self.mapping.arrange(role, self.file.read(name), name).items():
                     weights[f"W_{part}"] = tensor
             _demand_consistent(layer, weights, self.file.path)
@@ -76,14 +76,15 @@ class OpenCheckpoint:
 def find_checkpoints(path: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder in the order of their steps, or the one that a file is.
 
-    The step is the number behind "step" in the file's name, else the last number there is. Order is numerical.
+    The step is the number behind "step" in the file's name, else the one whole number that tells the names apart.
+    Order is numerical.
 
     Raises:
-        CallError: there is no such folder or file, it holds no checkpoint, a name has no step, or two have the same.
+        CallError: there is no such folder or file, it holds no checkpoint, the names do not tell the steps, or two have
+            the same one.
     """
     if path.is_file():
-        step = _step(path)
-        return [Checkpoint(0 if step is None else step, path)]
+        return [Checkpoint(_steps([path])[0], path)]
     if not path.is_dir():
         raise CallError(f"{path} does not exist; expected a folder of checkpoints, or one checkpoint")
     files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES)
@@ -91,11 +92,7 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
         held = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
         raise CallError(f"{path} holds no checkpoint: expected files that end in {', '.join(SUFFIXES)}, found {held}")
     by_step: dict[int, Path] = {}
-    for file in files:
-        step = _step(file)
-        if step is None and len(files) > 1:
-            raise CallError(f"the name of {file} has no step in it; expected one such as model_step_500{file.suffix}")
-        step = step or 0
+    for file, step in zip(files, _steps(files), strict=True):
         if step in by_step:
             raise CallError(f"{by_step[step].name} and {file.name} in {path} are both of step {step}; keep one of them")
         by_step[step] = file
@@ -120,10 +117,28 @@ def open_checkpoint(path: Path | str, mapping: Mapping | None = None, trust_pick
     )
 
 
-def _step(path: Path) -> int | None:
-    marked = re.findall(r"step\D{0,2}(\d+)", path.stem, flags=re.IGNORECASE)
-    numbers = marked or re.findall(r"\d+", path.stem)
-    return int(numbers[-1]) if numbers else None
+def _steps(files: list[Path]) -> list[int]:
+    """The step of each file: the number behind "step" in its name, else the one whole number that tells them apart."""
+    marked = [re.findall(r"step\D{0,2}(\d+)", file.stem, flags=re.IGNORECASE) for file in files]
+    if any(marked):
+        for file, found in zip(files, marked, strict=True):
+            if not found:
+                raise CallError(
+                    f"the name of {file} has no step in it; expected one such as model_step_500{file.suffix}"
+                )
+        return [int(found[-1]) for found in marked]
+    # A decimal fraction, such as a loss, is no step.
+    numbers = [[n for n in re.findall(r"\d+(?:\.\d+)?", file.stem) if "." not in n] for file in files]
+    if len(files) == 1:
+        return [int(numbers[0][0]) if len(numbers[0]) == 1 else 0]
+    columns = list(zip(*numbers, strict=False)) if len({len(found) for found in numbers}) == 1 else []
+    telling = [column for column in columns if len(set(column)) > 1]
+    if len(telling) != 1:
+        raise CallError(
+            f"the names of {files[0].name}, {files[-1].name} and their like in {files[0].parent} do not say which "
+            f"number is the step; put 'step' before it, as in model_step_500{files[0].suffix}"
+        )
+    return [int(number) for number in telling[0]]
 
 
 def _demand_consistent(layer: int, weights: dict, path: Path) -> None:

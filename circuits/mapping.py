@@ -55,27 +55,35 @@ class Mapping:
     scalars: dict[str, str] = field(default_factory=dict)
     origin: str = "the mapping"
 
-    def layers(self, names: set[str]) -> list[int]:
-        """Return the numbers of the layers whose tensors are among the names, in order.
+    def layers(self, names: set[str]) -> dict[int, dict[str, str]]:
+        """Return for every layer, by its number, the name of each of its tensors.
+
+        A tensor whose name has no {layer} serves all layers, where those of others have one.
 
         Raises:
             QkovError: none of the mapping's tensors is there, or a layer has only some of them.
         """
-        found: dict[int, set[str]] = {}
+        found: dict[int, dict[str, str]] = {}
+        shared: dict[str, str] = {}
         for role, template in self.tensors.items():
             pattern = re.compile(re.escape(self.full_name(template)).replace(r"\{layer\}", r"(\d+)"))
-            for name in names:
+            for name in sorted(names):
                 match = pattern.fullmatch(name)
-                if match:
-                    found.setdefault(int(match[1]) if match.groups() else 0, set()).add(role)
+                if match and match.groups():
+                    found.setdefault(int(match[1]), {})[role] = name
+                elif match:
+                    shared[role] = name
+        if shared and not found:
+            found[0] = {}
         if not found:
             wanted = ", ".join(self.full_name(template) for template in self.tensors.values())
             raise QkovError(f"{self.origin} names no tensor of the file: it asks for {wanted}; {seen(names)}")
         for layer, roles in sorted(found.items()):
+            roles |= shared
             missing = [self.full_name(name, layer) for role, name in self.tensors.items() if role not in roles]
             if missing:
                 raise QkovError(f"layer {layer} lacks {', '.join(missing)}, which {self.origin} names; {seen(names)}")
-        return sorted(found)
+        return found
 
     def full_name(self, template: str, layer: int | None = None) -> str:
         """Return a tensor's name in the file, with the prefix and, where given, the layer's number."""
@@ -86,8 +94,14 @@ class Mapping:
         """Return the tensor brought to TransformerLens' axes; QKV is split into its three.
 
         Raises:
-            QkovError: the tensor's shape does not fit its layout.
+            QkovError: the tensor is not of floating type, is empty, or does not fit its layout.
         """
+        if not tensor.is_floating_point():
+            raise QkovError(
+                f"{name} holds {tensor.dtype} numbers; expected floating ones (quantised weights are not read)"
+            )
+        if 0 in tensor.shape:
+            raise QkovError(f"{name} has shape {tuple(tensor.shape)}, which holds nothing to measure")
         layout, target = self.layouts[role], TARGETS[role]
         sizes = {"qkv": 3} if role == "QKV" else {}
         if "head" not in _axes(layout):
@@ -139,6 +153,15 @@ def parse_mapping(table: dict[str, Any], origin: str) -> Mapping:
         raise CallError(f"{origin} names no tensor; it needs a table [tensors] with Q, K, V and O (or some of them)")
     if "QKV" in tensors and set(tensors) & set(_SCORES_IN):
         raise CallError(f"[tensors] of {origin} has both QKV and one of Q, K, V; give one or the other")
+    parts = {role for given in tensors for role in (_SCORES_IN if given == "QKV" else (given,))}
+    for collapsed, factors in (("QK", {"Q", "K"}), ("OV", {"V", "O"})):
+        if collapsed in parts and parts & factors:
+            raise CallError(f"[tensors] of {origin} has both {collapsed} and its factors; give one or the other")
+    if not parts & {"QK", "OV"} and not {"Q", "K"} <= parts and not {"V", "O"} <= parts:
+        raise CallError(
+            f"[tensors] of {origin} has {', '.join(tensors)}, which make up no circuit; W_QK takes Q and K (or QK), "
+            f"W_OV takes V and O (or OV)"
+        )
     for name, kind in (("heads", int), ("prefix", str), ("rotary", bool)):
         if name in table and type(table[name]) is not kind:
             raise CallError(f"{name} of {origin} should be of type {kind.__name__}, got {table[name]!r}")

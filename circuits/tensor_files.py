@@ -108,17 +108,16 @@ def open_tensor_file(path: Path, trust_pickle: bool = False) -> TensorFile:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash of a file's size and of its first and last 64 KiB.
+    """Return a hash of a file's size, of the time it was last written, and of its first and last 64 KiB.
 
-    That covers the headers and the directory with checksums which torch.save writes at the end, at the cost of two
-    reads whatever the file's size.
+    Two reads, whatever the file's size. A file that was written again is taken for another one, were it the same.
     """
     block = 65536
-    size = path.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    status = path.stat()
+    digest = hashlib.blake2b(f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=16)
     with path.open("rb") as file:
         digest.update(file.read(block))
-        file.seek(max(0, size - block))
+        file.seek(max(0, status.st_size - block))
         digest.update(file.read(block))
     return digest.hexdigest()
 

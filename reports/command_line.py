@@ -1,6 +1,9 @@
 """The command `qkov`: thin over the library, one clear line for whatever goes wrong."""
 
+import errno
 import json
+import math
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +17,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
     help="The query-key and output-value circuits of trained transformers, and how training made them.",
 )
 
@@ -174,7 +176,7 @@ def track(
     from .run_report import write_run_report
 
     named = None if mapping is None else read_mapping(mapping)
-    out = Path(f"qkov-{run.resolve().stem}") if out is None else out
+    out = Path(f"qkov-{run.resolve().name if run.is_dir() else run.stem}") if out is None else out
     with WorkProgress("track", quiet=as_json) as progress:
         tracked = track_run(
             run,
@@ -228,6 +230,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status; whatever goes wrong is one line on standard error."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        app(["--help"], standalone_mode=False, prog_name="qkov")
+        return 2
     try:
         status = app(arguments, standalone_mode=False, prog_name="qkov")
     except CallError as error:
@@ -237,8 +243,9 @@ def run(arguments: list[str] | None = None) -> int:
     except TyperException as error:
         return _refuse(f"{error.format_message()} (qkov --help lists the commands)", error.exit_code)
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        return _refuse(f"{error.strerror or error}{where}: what was written before stands; run the command again", 1)
+        where = f" ({error.filename2 or error.filename})" if error.filename else ""
+        more = "; make room and run the same command again" if error.errno == errno.ENOSPC else ""
+        return _refuse(f"{error.strerror or error}{where}: nothing is half written{more}", 1)
     if status == _INTERRUPTED:
         return _refuse("interrupted; nothing is half written: run the same command again to finish", 1)
     return status if isinstance(status, int) else 0
@@ -254,8 +261,19 @@ def _refuse(message: str, status: int) -> int:
 
 
 def _print_json(result: Any) -> None:
-    print(json.dumps(result, indent=1))
+    print(json.dumps(_without_nan(result), indent=1, allow_nan=False))
+
+
+def _without_nan(result: Any) -> Any:
+    """JSON knows neither NaN nor infinity: null stands for a figure that is not defined."""
+    if isinstance(result, float) and not math.isfinite(result):
+        return None
+    if isinstance(result, dict):
+        return {key: _without_nan(value) for key, value in result.items()}
+    if isinstance(result, list):
+        return [_without_nan(value) for value in result]
+    return result
 
 
 def _command() -> str:
-    return " ".join(["qkov", *sys.argv[1:]])
+    return shlex.join(["qkov", *sys.argv[1:]])

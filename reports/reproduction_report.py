@@ -7,9 +7,12 @@ import numpy as np
 
 from ..analyses.dynamics.populations import exact_population
 from ..analyses.studies.comparison import (
+    PAPER_LOSS,
+    PAPER_SETTING,
     RatioReading,
     long_after_table,
     matched_loss_table,
+    paper_setting_table,
     preconditioner_table,
     read_ratios,
     rescaled_table,
@@ -19,7 +22,7 @@ from ..analyses.studies.growth import read_growth
 from ..analyses.studies.reproduction import Reproduction
 from .page import listed, mark_changes, write_page
 from .panels import swatch
-from .reproduction_sections import falsifier, following, growth, preconditioner, sharpening
+from .reproduction_sections import falsifier, following, growth, paper_setting, preconditioner, sharpening
 
 
 def write_reproduction_report(reproduction: Reproduction, path: Path, command: str) -> Path:
@@ -60,6 +63,9 @@ def write_reproduction_report(reproduction: Reproduction, path: Path, command: s
         matched=mark_changes(matched[matched["loss"].isin(shown_losses)].to_dict("records"), "parameterization"),
         matched_count=len(matched),
         largest_difference=matched["difference"].max(),
+        paper=paper_setting(paper_setting_table()),
+        paper_case=PAPER_SETTING,
+        paper_loss=PAPER_LOSS,
         long_after=falsifier(long_after_table(reproduction, measured)),
         following=following(reproduction, measured, readings, rescaled, style),
         readings=mark_changes([_reading_row(reading) for reading in readings], "parameterization"),
@@ -76,7 +82,7 @@ def reproduction_summary(reproduction: Reproduction) -> dict[str, Any]:
     matched = matched_loss_table(reproduction, measured)
     readings = read_ratios(reproduction, measured)
     steps = preconditioner_table(reproduction, measured)
-    balanced, unbalanced = (steps[steps["kind"] == kind] for kind in ("balanced", "unbalanced"))
+    balanced, unbalanced = steps[steps["kind"] != "unbalanced"], steps[steps["kind"] == "unbalanced"]
     return {
         "largest_difference": float(matched["difference"].max()),
         "largest_residual": max(reading.residual for reading in readings),

@@ -59,9 +59,9 @@ _SECTIONS: tuple[tuple[str, str, tuple[_Figure, ...]], ...] = (
     ),
     (
         "How fast do they move, and where to?",
-        "Relative speed is ‖ΔC‖/‖C‖ for each step of training, since the checkpoint before. r(t) is the relative "
-        "speed of W_QK over that of W_OV: the effective ratio of the circuits' learning rates as the weights alone "
-        "show it. Cosine and scale are along the reference.",
+        "Relative speed is ‖ΔC‖/‖C‖ for each step of training, since the checkpoint before. The effective ratio r(t) "
+        "is that of W_QK over that of W_OV: a ratio of speeds, as the weights alone show them, which equals no ratio "
+        "of learning rates. Cosine and scale are along the reference.",
         (
             _Figure("relative_speed", "relative speed per step", log=True),
             _Figure("reference_cosine", "cosine with reference", limits=(-1.05, 1.05)),

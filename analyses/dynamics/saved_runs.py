@@ -78,22 +78,23 @@ def save_runs(
     return reached
 
 
-_AGREEMENT = ("omega_cosine", "omega_error", "exact_cosine", "exact_error")
+_AGREEMENT = ("omega_cosine", "omega_error", "exact_cosine", "exact_error", "gradient_cosine", "gradient_error")
 
 
 def step_agreement(
     before: Circuit, after: Circuit, gradient: Float[Tensor, "head rows columns"], rate: float
 ) -> dict[str, float]:
-    """Compare the step that training took with -rate Omega(C) G, and with the exact -rate (A A' G + G B'B).
+    """Compare the step that training took with -rate Omega(C) G, with the exact -rate (A A' G + G B'B), and with -G.
 
-    Returns the cosine of the two steps and ||taken - predicted||_F / ||taken||_F, all heads together. The taken step
-    also holds rate^2 G B'A'G, which both predictions leave out.
+    Returns the cosine of the two steps and ||taken - predicted||_F / ||taken||_F, all heads together; -G alone, without
+    a preconditioner, is scaled to fit best. The taken step also holds rate^2 G B'A'G, which the predictions leave out.
     """
     taken = after.dense() - before.dense()
     figures = {}
     for name, operated in (
         ("omega", Preconditioner(before).apply(gradient)),
         ("exact", exact_step(before, gradient)),
+        ("gradient", -(taken * gradient).sum() / (gradient.square().sum() * rate) * gradient),
     ):
         predicted = -rate * operated
         figures[f"{name}_cosine"] = float((taken * predicted).sum() / (taken.norm() * predicted.norm()))

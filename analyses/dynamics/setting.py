@@ -10,6 +10,9 @@ from scipy.special import expit, log_expit
 
 from ...circuits.errors import CallError
 
+# e^709 is the largest power that a double holds; attention differs from 0 or 1 by less than 1e-300 long before.
+_LARGEST_START = 600.0
+
 Query = Literal["token", "class"]
 Scalar = float | int
 Numbers = TypeVar("Numbers", float, np.ndarray)
@@ -139,6 +142,10 @@ class Start:
         for name in ("mu_qk", "mu_ov"):
             if not math.isfinite(getattr(self, name)):
                 raise CallError(f"Start: {name} must be finite, got {getattr(self, name)!r}.")
+        if abs(self.mu_qk) > _LARGEST_START:
+            raise CallError(
+                f"Start: mu_qk must be at most {_LARGEST_START:g} in size, got {self.mu_qk!r}: e^mu_qk overflows."
+            )
         if self.mu_ov < 0:
             raise CallError(f"Start: mu_ov must be >= 0, got {self.mu_ov!r}.")
 

@@ -33,11 +33,15 @@ def balanced_factors(
 
 
 @torch.no_grad()
-def aligned_start(model: SingleLayerAttention, directions: Directions, start: Start, imbalance: float = 0.0) -> None:
+def aligned_start(
+    model: SingleLayerAttention, directions: Directions, start: Start, imbalance: float = 0.0, spread: float = 0.0
+) -> None:
     """Start every run and head at W_QK = mu_QK C_QK and W_OV = mu_OV C_OV, divided evenly among the heads.
 
     With imbalance s > 0 the factors become A D and D^{-1} B, where ln D runs evenly from 0 to s over the singular
-    directions: the products are unchanged, and A'A - B B' is not zero.
+    directions: the products are unchanged, and A'A - B B' is not zero. With spread s > 0 they become A E and E B, where
+    ln E runs evenly from 0 to s: the factors stay balanced, and the singular values, all equal on the fixed directions,
+    spread from e^0 to e^{2s} times what they were, so that Omega is no longer a scalar.
 
     Raises:
         CallError: d_head is too small for the direction's rank.
@@ -46,13 +50,13 @@ def aligned_start(model: SingleLayerAttention, directions: Directions, start: St
     qk = directions.qk * (start.mu_qk / heads)
     ov = directions.ov * (start.mu_ov / heads)
     if model.parameterization.factorized_attention:
-        W_K, W_Q = _unbalanced(*balanced_factors(qk, model.get_parameter("W_Q").shape[-1]), imbalance)
+        W_K, W_Q = _scaled(*balanced_factors(qk, model.get_parameter("W_Q").shape[-1]), imbalance, spread)
         model.get_parameter("W_K").copy_(W_K)
         model.get_parameter("W_Q").copy_(W_Q.T)
     else:
         model.get_parameter("W_QK").copy_(qk)
     if model.parameterization.factorized_output:
-        W_O, W_V = _unbalanced(*balanced_factors(ov, model.get_parameter("W_V").shape[-1]), imbalance)
+        W_O, W_V = _scaled(*balanced_factors(ov, model.get_parameter("W_V").shape[-1]), imbalance, spread)
         model.get_parameter("W_O").copy_(W_O.T)
         model.get_parameter("W_V").copy_(W_V.T)
     else:
@@ -87,8 +91,10 @@ def random_start(model: SingleLayerAttention, seed: int, names: tuple[str, ...] 
         parameter.copy_(bound * (2 * drawn - 1))
 
 
-def _unbalanced(A: Tensor, B: Tensor, imbalance: float) -> tuple[Tensor, Tensor]:
+def _scaled(A: Tensor, B: Tensor, imbalance: float, spread: float) -> tuple[Tensor, Tensor]:
+    """A D E and D^{-1} E B, over the singular directions that the factors hold."""
     rank = int((A.norm(dim=0) > 0).sum())
-    spread = torch.zeros(A.shape[1], dtype=A.dtype)
-    spread[:rank] = torch.linspace(0, imbalance, rank, dtype=A.dtype)
-    return A * spread.exp(), spread.neg().exp()[:, None] * B
+    ln_D, ln_E = torch.zeros(2, A.shape[1], dtype=A.dtype)
+    ln_D[:rank] = torch.linspace(0, imbalance, rank, dtype=A.dtype)
+    ln_E[:rank] = torch.linspace(0, spread, rank, dtype=A.dtype)
+    return A * (ln_E + ln_D).exp(), (ln_E - ln_D).exp()[:, None] * B

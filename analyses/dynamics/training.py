@@ -110,10 +110,9 @@ def train(
             )
         reached: list[list[float]] = [[] for _ in passed]
         for run, value in enumerate(loss.tolist()):
-            while passed[run] < len(targets) and (landing[run] or value <= targets[passed[run]]):
+            while passed[run] < len(targets) and value <= targets[passed[run]] * (1 + (_LANDED if landing[run] else 0)):
                 reached[run].append(targets[passed[run]])
                 passed[run] += 1
-                landing[run] = False
         active = torch.tensor([not targets or count < len(targets) for count in passed])
 
         factor_qk, factor_ov = ratio, torch.ones_like(ratio)
@@ -151,6 +150,10 @@ def train(
             # A new tensor, not an update in place: the state that was yielded keeps its weights.
             parameter.data = parameter.detach() - _along_runs(factor, parameter) * gradient
         time = time + moved
+
+
+# A step that was shortened to end at a loss has reached it if it came this near; else the next one is shortened.
+_LANDED = 1e-2
 
 
 def _gradients(

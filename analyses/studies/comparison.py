@@ -8,7 +8,7 @@ import pandas as pd
 
 from ..dynamics.first_integrals import first_integral_residual, fit_ratio
 from ..dynamics.matched_loss import at_loss
-from ..dynamics.setting import Parameterization
+from ..dynamics.setting import Parameterization, Setting
 from .reproduction import Reproduction, Run
 
 Trajectories = dict[str, pd.DataFrame]
@@ -23,8 +23,9 @@ def trajectory(reproduction: Reproduction, run: Run) -> pd.DataFrame:
     """Return what was measured of a run at every saved checkpoint, from its store.
 
     Columns: step, time, loss, attention, mu_qk and mu_ov (the scale along the task direction), cosine_qk and cosine_ov
-    (with that direction), and for factorized circuits omega_cosine, omega_error, exact_cosine, exact_error, each with
-    _qk and _ov: the step taken from the checkpoint against -rate Omega(C) G and against -rate (A A' G + G B'B).
+    (with that direction), and for factorized circuits omega_cosine, omega_error, exact_cosine, exact_error and
+    gradient_cosine, each with _qk and _ov: the step taken from the checkpoint against -rate Omega(C) G, against
+    -rate (A A' G + G B'B) and against -G.
     """
     table = reproduction.store(run).table()
     qk = table[table["circuit"] == "QK"].set_index("step")
@@ -38,7 +39,7 @@ def trajectory(reproduction: Reproduction, run: Run) -> pd.DataFrame:
         "cosine_qk": qk["reference_cosine"],
         "cosine_ov": ov["reference_cosine"],
     }
-    for figure in ("omega_cosine", "omega_error", "exact_cosine", "exact_error"):
+    for figure in ("omega_cosine", "omega_error", "exact_cosine", "exact_error", "gradient_cosine"):
         for circuit in ("qk", "ov"):
             columns[f"{figure}_{circuit}"] = qk[f"training_{figure}_{circuit}"]
     return pd.DataFrame(columns).rename_axis("step").reset_index()
@@ -102,6 +103,38 @@ def long_after_table(reproduction: Reproduction, measured: Trajectories) -> pd.D
     return pd.DataFrame(rows)
 
 
+#: The setting of the paper's own simulation (its Figure 4), and what it printed for CACO stopped at a loss of 1e-4.
+PAPER_SETTING = Setting(M=20, b=50, m=5, n=50, query="token")
+PAPER_LOSS = 1e-4
+PAPER_PRINTED = {0.01: (81.669, 0.559, 0.149), 0.1: (42.282, 1.395, 0.287)}
+
+
+def paper_setting_table() -> pd.DataFrame:
+    """Return mu_OV, mu_QK and alpha in the setting of the paper's simulation, from theory alone, at equal loss.
+
+    Columns: parameterization, ratio, mu_ov, mu_qk, alpha, and mu_ov_printed, mu_qk_printed, alpha_printed where the
+    paper prints them. r = 100 against r = 0.01 at CACO is the falsifier of the review of the paper.
+    """
+    rows = []
+    for parameterization in Parameterization:
+        for ratio in (0.01, 0.1, 1.0, 10.0, 100.0):
+            found = at_loss(PAPER_SETTING, parameterization, ratio, PAPER_LOSS)
+            printed = PAPER_PRINTED.get(ratio) if parameterization is Parameterization.CACO else None
+            rows.append(
+                {
+                    "parameterization": parameterization.value,
+                    "ratio": ratio,
+                    "mu_ov": float(found.mu_ov),
+                    "mu_qk": float(found.mu_qk),
+                    "alpha": float(found.attention),
+                    **dict(
+                        zip(("mu_ov_printed", "mu_qk_printed", "alpha_printed"), printed or [np.nan] * 3, strict=True)
+                    ),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
 @dataclass(frozen=True)
 class RatioReading:
     """What the weights of a run say of how it was trained.
@@ -120,6 +153,14 @@ class RatioReading:
     residuals: dict[Parameterization, float]
 
 
+def positive_scales(series: pd.DataFrame) -> pd.DataFrame:
+    """Return the checkpoints at which both scales are positive, so that all four parameterizations can have made them.
+
+    A collapsed circuit starts at exactly zero, where a factorized one never is: that alone would decide the matter.
+    """
+    return series[(series["mu_qk"] > 0) & (series["mu_ov"] > 0)]
+
+
 def read_ratios(reproduction: Reproduction, measured: Trajectories) -> list[RatioReading]:
     """Return for every balanced run the residual of its first integral and r as its weights alone give it."""
     setting = reproduction.plan.setting
@@ -128,7 +169,8 @@ def read_ratios(reproduction: Reproduction, measured: Trajectories) -> list[Rati
         series = measured[run.name]
         mu_qk, mu_ov = series["mu_qk"].to_numpy(), series["mu_ov"].to_numpy()
         residual = first_integral_residual(setting, run.parameterization, run.ratio, mu_qk, mu_ov)
-        fits = fit_ratio(mu_ov, mu_qk, setting)
+        scales = positive_scales(series)
+        fits = fit_ratio(scales["mu_ov"].to_numpy(), scales["mu_qk"].to_numpy(), setting)
         readings.append(
             RatioReading(
                 run=run,
@@ -169,10 +211,11 @@ def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> 
     """Return for every factorized circuit how the steps taken compare with Omega(C) G and with the exact operator.
 
     Columns: kind, parameterization, ratio, circuit; omega_cosine (smallest over the saved steps), omega_error
-    (largest), exact_error (largest), and omega_cosine_start, the cosine at the first step.
+    (largest), exact_error (largest), gradient_cosine (smallest: of -G, without a preconditioner), and
+    omega_cosine_start, the cosine at the first step.
     """
     rows = []
-    for run in [*reproduction.of_kind("balanced"), *reproduction.of_kind("unbalanced")]:
+    for run in reproduction.of_kind("balanced", "spread", "unbalanced"):
         steps = measured[run.name]
         for circuit, factorized in (
             ("QK", run.parameterization.factorized_attention),
@@ -190,6 +233,7 @@ def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> 
                     "omega_cosine_start": steps[f"omega_cosine_{side}"].iloc[0],
                     "omega_cosine": steps[f"omega_cosine_{side}"].min(),
                     "omega_error": steps[f"omega_error_{side}"].max(),
+                    "gradient_cosine": steps[f"gradient_cosine_{side}"].min(),
                     "exact_cosine": steps[f"exact_cosine_{side}"].min(),
                     "exact_error": steps[f"exact_error_{side}"].max(),
                 }

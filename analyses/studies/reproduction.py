@@ -41,7 +41,9 @@ class Plan:
         step: relative size of a step of gradient descent.
         checkpoints: about how many are saved of each run, at log-spaced steps, besides one at each loss.
         imbalance: of the unbalanced run: ln D of its factors A D, D^{-1} B runs from 0 to imbalance.
-        unbalanced_ratio: r of the unbalanced run.
+        spread: of the balanced run whose singular values are not all equal: ln E of its factors A E, E B runs from 0 to
+            spread.
+        extra_ratio: r of these two runs.
     """
 
     setting: Setting = field(default_factory=lambda: Setting(M=4, b=4, m=1, n=4, query="token"))
@@ -50,7 +52,8 @@ class Plan:
     step: float = 0.004
     checkpoints: int = 40
     imbalance: float = 1.5
-    unbalanced_ratio: float = 1.0
+    spread: float = 1.0
+    extra_ratio: float = 1.0
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -64,7 +67,8 @@ class Run:
 
     Attributes:
         name: of its folders.
-        kind: "balanced", "unbalanced", or "rescaled" (collapsed, at the rate that imitates FAFO).
+        kind: "balanced" (and aligned), "rescaled" (collapsed, at the rate that imitates FAFO), "spread" (balanced, with
+            unequal singular values) or "unbalanced".
         reached: the step at which it was at each loss.
     """
 
@@ -93,9 +97,9 @@ class Reproduction:
         """Return the balanced runs of one parameterization."""
         return [run for run in self.of_kind("balanced") if run.parameterization is parameterization]
 
-    def of_kind(self, kind: str) -> list[Run]:
-        """Return the runs of one kind."""
-        return [run for run in self.runs if run.kind == kind]
+    def of_kind(self, *kinds: str) -> list[Run]:
+        """Return the runs of one kind, or of several, kind by kind."""
+        return [run for kind in kinds for run in self.runs if run.kind == kind]
 
 
 #: For each run by name, the step at which it was at each loss.
@@ -111,6 +115,7 @@ class _Batch:
     ratios: tuple[float, ...]
     start: Start
     imbalance: float = 0.0
+    spread: float = 0.0
 
     def name(self, ratio: float) -> str:
         kind = "" if self.kind == "balanced" else f"_{self.kind}"
@@ -135,12 +140,16 @@ def reproduce(plan: Plan, folder: Path, progress: Callable[[int, int, str], None
     batches = [
         *(_Batch("balanced", chosen, plan.ratios, Start.default(chosen)) for chosen in Parameterization),
         _Batch("rescaled", Parameterization.CACO, plan.ratios, Start.default(Parameterization.FAFO)),
-        _Batch(
-            "unbalanced",
-            Parameterization.FAFO,
-            (plan.unbalanced_ratio,),
-            Start.default(Parameterization.FAFO),
-            plan.imbalance,
+        *(
+            _Batch(
+                kind,
+                Parameterization.FAFO,
+                (plan.extra_ratio,),
+                Start.default(Parameterization.FAFO),
+                imbalance=plan.imbalance if kind == "unbalanced" else 0.0,
+                spread=plan.spread if kind == "spread" else 0.0,
+            )
+            for kind in ("spread", "unbalanced")
         ),
     ]
     report = progress or (lambda *_: None)
@@ -172,7 +181,11 @@ def task_directions(setting: Setting) -> TaskDirections:
 
 def is_reproduction(folder: Path) -> bool:
     """Say whether `reproduce` wrote the folder, finished or not."""
-    return (folder / _DESCRIPTION).is_file()
+    try:
+        described = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(described, dict) and described.get("format") == FORMAT
 
 
 def open_reproduction(folder: Path) -> Reproduction:
@@ -231,7 +244,7 @@ def _train(plan: Plan, batch: _Batch, folder: Path) -> _Reached:
         d_head=plan.setting.M,
         runs=len(batch.ratios),
     )
-    aligned_start(model, directions(plan.setting), batch.start, batch.imbalance)
+    aligned_start(model, directions(plan.setting), batch.start, batch.imbalance, batch.spread)
     names = [batch.name(ratio) for ratio in batch.ratios]
     settings = [
         {
@@ -271,7 +284,7 @@ def _make_room(folder: Path) -> None:
     """Clear what an earlier reproduction left, finished or not; touch no folder that is not one."""
     if folder.exists() and not folder.is_dir():
         raise CallError(f"{folder} is a file; expected a folder to write into, or a name that is free")
-    if folder.exists() and any(folder.iterdir()) and not (folder / _DESCRIPTION).is_file():
+    if folder.exists() and any(folder.iterdir()) and not is_reproduction(folder):
         raise CallError(f"{folder} is not empty and no reproduction wrote it; give another --out")
     write_atomically(folder / _DESCRIPTION, json.dumps({"format": FORMAT, "finished": False}).encode())
     for name in ("runs", "stores"):

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ...circuits.factored import Circuit
@@ -27,7 +27,8 @@ def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[T
         previous: at the one before, of the same shape.
         steps: of training between the two.
     """
-    change = (circuit - previous).frobenius_norm()
+    # Weights that did not move at all: what is left of their difference would be rounding, and a ratio of it noise.
+    change = torch.where(_same_weights(circuit, previous), 0.0, (circuit - previous).frobenius_norm())
     norm, before = circuit.frobenius_norm(), previous.frobenius_norm()
     inner = circuit.inner(previous)
     undefined = torch.full_like(before, torch.nan)
@@ -42,9 +43,20 @@ def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[T
 def effective_ratio(relative_speeds: dict[str, list[float] | None], head: int) -> float:
     """Return r(t) of a head as the weights alone show it: the relative speed of W_QK over that of W_OV.
 
-    NaN where one of them is missing, undefined or zero.
+    It is a ratio of speeds, not of learning rates: in qkov's own runs `fit_ratio` reads the latter off the scales. NaN
+    where one of the speeds is missing, undefined or zero.
     """
     qk, ov = relative_speeds.get("QK"), relative_speeds.get("OV")
-    if qk is None or ov is None or len(qk) != len(ov) or not ov[head] > 0:
+    if qk is None or ov is None or len(qk) != len(ov) or not (qk[head] > 0 and ov[head] > 0):
         return math.nan
     return qk[head] / ov[head]
+
+
+def _same_weights(circuit: Circuit, previous: Circuit) -> Bool[Tensor, "*batch"]:
+    pairs = [(circuit.left, previous.left)]
+    if circuit.right is not None and previous.right is not None:
+        pairs.append((circuit.right, previous.right))
+    elif circuit.right is not previous.right:
+        return torch.zeros(circuit.batch_shape, dtype=torch.bool)
+    same = [(now.double() == before.double()).all(dim=-1).all(dim=-1) for now, before in pairs]
+    return torch.stack(torch.broadcast_tensors(*same)).all(dim=0)

@@ -60,8 +60,8 @@ def track(
     Every row holds the figures of `measure` for one layer, head and circuit, the change since the checkpoint before
     (`motion`), and scale and cosine along a reference: the task's directions where given, else the run's last
     checkpoint as it was when the store was begun. A step that the store holds already, made from the same files in
-    the same way, is kept. Each step is written whole, so that a run that is stopped anywhere loses at most the step
-    it was at.
+    the same way by the same version, is kept, and so is one whose file the run no longer holds (run.json names it).
+    Each step is written whole, so that a run that is stopped anywhere loses at most the step it was at.
 
     Args:
         run: a folder of checkpoints, or one checkpoint.
@@ -84,6 +84,7 @@ def track(
     }
     source = str(Path(run).resolve())
     reference_step = _pinned_reference(target, source, settings, checkpoints)
+    gone = _no_longer_there(target, checkpoints)
     fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
     opened = _Opened(mapping, trust_pickle)
     # Opening the first checkpoint before run.json is written keeps a wrong mapping from leaving a store behind.
@@ -98,6 +99,7 @@ def track(
                 {"step": checkpoint.step, "uri": str(checkpoint.path), "fingerprint": fingerprints[checkpoint.step]}
                 for checkpoint in checkpoints
             ],
+            "no_longer_there": gone,
         }
     )
     reference = next((checkpoint for checkpoint in checkpoints if checkpoint.step == reference_step), None)
@@ -110,6 +112,7 @@ def track(
                 "previous": None if previous is None else [previous.step, fingerprints[previous.step]],
                 "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
                 "settings": settings,
+                "qkov": version("qkov"),
             },
             sort_keys=True,
         )
@@ -237,10 +240,11 @@ def _reference_name(reference: Checkpoint | None, directions: TaskDirections | N
 
 
 def _finite(circuit: Circuit) -> list[bool]:
-    finite = torch.isfinite(circuit.left).flatten(1).all(dim=1)
-    if circuit.right is not None:
-        finite &= torch.isfinite(circuit.right).flatten(1).all(dim=1)
-    return finite.tolist()
+    factors = [factor for factor in (circuit.left, circuit.right) if factor is not None]
+    # float8 knows no isfinite of its own.
+    return (
+        torch.stack([torch.isfinite(factor.double()).flatten(1).all(dim=1) for factor in factors]).all(dim=0).tolist()
+    )
 
 
 def _pinned_reference(
@@ -264,6 +268,11 @@ def _pinned_reference(
             f"give another --out, or delete it"
         )
     return pinned
+
+
+def _no_longer_there(store: RunStore, checkpoints: list[Checkpoint]) -> list[int]:
+    """Steps that were measured and whose checkpoint is gone: a training run often keeps only its last ones."""
+    return sorted(set(store.steps()) - {checkpoint.step for checkpoint in checkpoints})
 
 
 def _mapping_settings(mapping: Mapping) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from qkov.analyses.studies.comparison import (
     FAR_LOSSES,
     long_after_table,
     matched_loss_table,
+    paper_setting_table,
     preconditioner_table,
     read_ratios,
     rescaled_table,
@@ -78,17 +79,65 @@ def test_the_rescaled_runs_trace_fafo(small):
 
 def test_every_factorized_circuit_has_its_steps_compared(small):
     table = preconditioner_table(*small)
-    assert len(table) == 2 * (1 + 1 + 2) + 2
-    assert (table[table["kind"] == "balanced"]["omega_cosine"] > 0.999).all()
+    assert len(table) == 2 * (1 + 1 + 2) + 2 + 2
+    assert (table[table["kind"] != "unbalanced"]["omega_cosine"] > 0.999).all()
+    assert (table[table["kind"] == "spread"]["gradient_cosine"] < 0.95).all()
     assert (table[table["kind"] == "unbalanced"]["omega_cosine"] < 0.9).all()
 
 
+def test_the_worst_step_and_the_worst_checkpoint_are_what_is_told(small):
+    reproduction, measured = small
+    run = reproduction.balanced(Parameterization.FAFO)[0]
+    one_bad_step = measured[run.name].copy()
+    one_bad_step.loc[3, ["omega_cosine_qk", "omega_error_qk", "exact_error_qk", "gradient_cosine_qk"]] = [
+        -0.5,
+        7.0,
+        6.0,
+        -0.7,
+    ]
+    table = preconditioner_table(reproduction, measured | {run.name: one_bad_step})
+    row = table[
+        (table["parameterization"] == "FAFO") & (table["ratio"] == run.ratio) & (table["circuit"] == "QK")
+    ].iloc[0]
+    assert (row["omega_cosine"], row["omega_error"], row["exact_error"], row["gradient_cosine"]) == (
+        -0.5,
+        7.0,
+        6.0,
+        -0.7,
+    )
+    one_bad_checkpoint = measured[run.name].copy()
+    last = one_bad_checkpoint.index[-1]
+    one_bad_checkpoint.loc[last, "mu_ov"] *= 2
+    before, after = (
+        next(reading for reading in read_ratios(reproduction, table) if reading.run == run).residual
+        for table in (measured, measured | {run.name: one_bad_checkpoint})
+    )
+    assert after > 0.3
+    assert before < 0.1
+
+
+def test_the_papers_setting_is_met_to_every_printed_digit():
+    table = paper_setting_table().dropna(subset="alpha_printed")
+    assert len(table) == 2
+    for row in table.to_dict("records"):
+        for figure in ("mu_ov", "mu_qk", "alpha"):
+            assert round(row[figure], 3) == row[f"{figure}_printed"]
+    alphas = paper_setting_table().set_index(["parameterization", "ratio"])["alpha"]
+    # The review's falsifier: 0.993 against 0.149.
+    assert round(alphas["CACO", 100.0], 3) == 0.993
+    assert round(alphas["CACO", 0.01], 3) == 0.149
+
+
 def test_growth_before_saturation_is_told_apart(small):
-    for reading in read_growth(*small):
+    readings = read_growth(*small)
+    for reading in readings:
         assert reading.fits is not None
+        assert reading.decided == (reading.series["mu_qk"].max() > 1.1 * reading.series["mu_qk"].iloc[0])
+        assert len(reading.fits.fits) == 4
+        assert all(np.isfinite(fit.residual) for fit in reading.fits.fits.values())
         if reading.decided:
             assert reading.fits.best is reading.run.parameterization
             own = reading.fits.fits[reading.run.parameterization]
             # Until 1 - alpha has fallen by a tenth, the frozen alpha is off by at most that.
             assert own.slope == pytest.approx(reading.slope_predicted, rel=0.1)
-    assert any(reading.decided for reading in read_growth(*small))
+    assert any(reading.decided for reading in readings)

@@ -44,6 +44,18 @@ def test_aligned_start_has_the_products_of_the_theory_balanced_or_not(parameteri
             assert bool(difference < 1e-12) == (imbalance == 0)
 
 
+def test_a_spread_start_is_balanced_with_unequal_singular_values():
+    exact = directions(SETTING)
+    model = SingleLayerAttention(exact.qk.shape[0], SETTING.M, Parameterization.FAFO, d_head=SETTING.M)
+    aligned_start(model, exact, Start(0.3, 0.7), spread=1.0)
+    for circuit, scale, count in ((model.qk(), 0.3 * SETTING.sigma_qk, 4), (model.ov(), 0.7 * SETTING.sigma_ov, 3)):
+        assert circuit.right is not None
+        left, right = circuit.left.detach()[0, 0], circuit.right.detach()[0, 0]
+        torch.testing.assert_close(left.T @ left, right @ right.T, rtol=1e-12, atol=1e-13)
+        expected = scale * torch.linspace(2, 0, count, dtype=torch.float64).exp()
+        torch.testing.assert_close(torch.linalg.svdvals(left @ right)[:count], expected, rtol=1e-12, atol=0)
+
+
 def test_heads_share_the_start_evenly():
     exact = directions(SETTING)
     model = SingleLayerAttention(exact.qk.shape[0], SETTING.M, Parameterization.CAFO, d_head=SETTING.M, heads=2)

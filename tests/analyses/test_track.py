@@ -20,6 +20,7 @@ from qkov.circuits.errors import CallError, QkovError
 from qkov.circuits.factored import Circuit
 from qkov.circuits.mapping import parse_mapping
 from qkov.circuits.saved_format import save_checkpoint
+from safetensors.torch import save_file
 
 STEPS = (0, 10, 200, 1000)
 
@@ -73,6 +74,7 @@ def test_every_row_is_dense_algebra_of_the_files(tmp_path):
         assert row["basis"] == "raw"
         assert row["finite"]
         assert row["factorized"]
+        assert np.isnan(row["copying_score"]) == (row["circuit"] == "QK")
         assert row["training_loss"] == 1 / (1 + row["step"])
         position = STEPS.index(row["step"])
         if position == 0:
@@ -139,6 +141,36 @@ def test_a_file_that_changed_is_measured_again_and_so_is_the_one_after(tmp_path)
     assert track(run, tmp_path / "store").measured == [10, 200]
 
 
+def test_a_reference_that_changed_has_all_steps_measured_again(tmp_path):
+    run = write_run(tmp_path / "run")
+    track(run, tmp_path / "store")
+    save_checkpoint(run, STEPS[-1], weights(77), {"loss": 0.0}, {"seed": 0})
+    assert track(run, tmp_path / "store").measured == list(STEPS)
+
+
+def test_what_the_run_no_longer_holds_stays_measured(tmp_path):
+    run = write_run(tmp_path / "run")
+    track(run, tmp_path / "store")
+    (run / "step_000000010.safetensors").unlink()
+    again = track(run, tmp_path / "store")
+    assert again.measured == [200]
+    assert again.store.steps() == list(STEPS)
+    assert again.store.description()["no_longer_there"] == [10]
+    assert set(again.store.table().query("step == 200")["previous_step"]) == {0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
+def test_short_floats_are_measured_as_the_numbers_they_hold(tmp_path, dtype):
+    W_Q, W_K = (factor.to(dtype) for factor in (weights(1)[0].W_Q, weights(1)[0].W_K) if factor is not None)
+    save_file({"q": W_Q, "k": W_K}, tmp_path / "model.safetensors")
+    mapping = parse_mapping({"layout": "transformer_lens", "tensors": {"Q": "q", "K": "k"}}, "m")
+    table = track(tmp_path / "model.safetensors", tmp_path / "store", mapping=mapping).store.table()
+    for row in table.to_dict("records"):
+        C = W_K[row["head"]].double().numpy() @ W_Q[row["head"]].double().numpy().T
+        assert row["frobenius_norm"] == pytest.approx(np.linalg.norm(C), rel=1e-10)
+        assert row["finite"]
+
+
 def test_a_store_is_of_one_run_and_one_way_of_measuring(tmp_path):
     run = write_run(tmp_path / "run")
     track(run, tmp_path / "store")
@@ -156,7 +188,7 @@ def test_a_store_is_of_one_run_and_one_way_of_measuring(tmp_path):
 
 def test_a_wrong_mapping_leaves_no_store_behind(tmp_path):
     run = write_run(tmp_path / "run")
-    mapping = parse_mapping({"layout": "linear", "heads": 2, "tensors": {"Q": "nothing"}}, "m")
+    mapping = parse_mapping({"layout": "linear", "heads": 2, "tensors": {"Q": "nothing", "K": "neither"}}, "m")
     with pytest.raises(QkovError, match="names no tensor"):
         track(run, tmp_path / "store", mapping=mapping)
     assert not (tmp_path / "store").exists()
@@ -298,6 +330,20 @@ def test_motion_of_a_known_step():
     assert effective_ratio({"QK": [0.2], "OV": [0.1]}, 0) == pytest.approx(2)
     assert np.isnan(effective_ratio({"QK": [0.2]}, 0))
     assert np.isnan(effective_ratio({"QK": [0.2], "OV": [0.0]}, 0))
+    assert np.isnan(effective_ratio({"QK": [0.0], "OV": [0.2]}, 0))
+
+
+def test_a_frozen_circuit_has_not_moved():
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(2, 50, 8, generator=generator), torch.randn(2, 8, 50, generator=generator)
+    moved = left.clone()
+    moved[1, 3, 4] += 1e-6
+    figures = motion(Circuit(moved, right), Circuit(left, right.clone()), steps=1)
+    assert figures["change_norm"][0] == 0
+    expected = (moved[1] - left[1]).double() @ right[1].double()
+    assert figures["change_norm"][1].item() == pytest.approx(expected.norm().item(), rel=1e-6)
+    assert motion(Circuit(left @ right), Circuit(left @ right), 1)["change_norm"].tolist() == [0, 0]
+    assert motion(Circuit(left @ right), Circuit(left, right), 1)["change_norm"].max() < 1e-4
 
 
 def test_the_rope_run_of_a_stranger(shared_data, tmp_path):

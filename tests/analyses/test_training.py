@@ -1,5 +1,7 @@
 """Trained runs against the theory, which is an independent route to the same figures."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,47 @@ def test_a_collapsed_run_at_the_rescaled_rate_traces_the_factorized_one(ratio):
     plain = started(SETTING, Parameterization.CACO, start=start)
     finish(plain, exact_population(SETTING), [ratio], step_size=RelativeStep(0.01), losses=[0.05])
     assert abs(scales(SETTING, plain)[0] / pair[0][0] - 1) > 0.1
+
+
+def test_no_step_is_larger_than_it_says():
+    step = 0.02
+    states = list(
+        train(
+            started(SETTING, Parameterization.FAFO, 2),
+            exact_population(SETTING),
+            [0.1, 50.0],
+            step_size=RelativeStep(step),
+            losses=[0.05],
+        )
+    )
+    limits = []
+    for before, after in itertools.pairwise(states):
+        for run in range(2):
+            if not bool(before.active[run]):
+                assert float(after.time[run]) == float(before.time[run])
+                continue
+            assert float(after.time[run] - before.time[run]) == pytest.approx(float(before.rate[run]), rel=1e-9)
+            moves = []
+            for name in ("qk", "ov"):
+                old, new = (getattr(state.attention_weights(run), name)().dense() for state in (before, after))
+                moves.append(float((new - old).norm() / old.norm()))
+            falls = float(1 - after.loss[run] / before.loss[run])
+            # To first order; what is over is of the second.
+            assert max(*moves, falls) < step * (1 + 2 * step)
+            limits.append(max(*moves, falls))
+    # Somewhere each of them is as large as it may be.
+    assert max(limits) > step * (1 - 2 * step)
+
+
+def test_a_collapsed_start_leaves_no_trace_in_the_other_circuit():
+    """A first step as long as the loss alone allows would carry W_OV off before W_QK had moved at all."""
+    model = started(SETTING, Parameterization.FACO)
+    early = 0.95 * float(np.log(3))
+    finish(model, exact_population(SETTING), [30.0], step_size=RelativeStep(0.01), losses=[early])
+    predicted = at_loss(SETTING, Parameterization.FACO, 30.0, early)
+    mu_qk, mu_ov = scales(SETTING, model)
+    assert mu_qk == pytest.approx(predicted.mu_qk, rel=0.05)
+    assert mu_ov == pytest.approx(predicted.mu_ov, rel=0.05)
 
 
 def test_runs_trained_together_are_the_runs_trained_alone():

@@ -40,6 +40,7 @@ def test_steps_are_in_numerical_order_wherever_the_number_stands(tmp_path):
         (("pythia-70m-step3000.safetensors", "pythia-70m-step512.safetensors"), [512, 3000]),
         (("ckpt_7_of_100_step-40.bin", "ckpt_8_of_100_step-5.bin"), [5, 40]),
         (("v2_010.pth", "v2_009.pth"), [9, 10]),
+        (("ckpt_1_loss_0.52.pt", "ckpt_2_loss_0.31.pt"), [1, 2]),
     ):
         folder = tmp_path / names[0]
         folder.mkdir()
@@ -47,6 +48,16 @@ def test_steps_are_in_numerical_order_wherever_the_number_stands(tmp_path):
             (folder / name).touch()
         assert [checkpoint.step for checkpoint in find_checkpoints(folder)] == steps
     assert find_checkpoints(tmp_path / "model_step_20.pt")[0].step == 20
+
+
+def test_names_that_do_not_tell_the_step_are_refused(tmp_path):
+    for names in (("a1_b2.pt", "a2_b1.pt"), ("run_7.pt", "run.pt"), ("first.pt", "second.pt")):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        with pytest.raises(CallError, match=r"do not say which number is the step; put 'step' before it"):
+            find_checkpoints(folder)
 
 
 def test_a_folder_that_holds_no_run(tmp_path):
@@ -198,5 +209,19 @@ def test_a_fingerprint_changes_with_the_file(tmp_path):
     (checkpoint,) = find_checkpoints(path)
     before = checkpoint.fingerprint()
     assert checkpoint.fingerprint() == before
-    save_file({"a": torch.ones(100_000)}, path)
-    assert checkpoint.fingerprint() != before
+    # Changed where neither the first nor the last 64 KiB tell of it.
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    middle = checkpoint.fingerprint()
+    assert middle != before
+    written = path.stat()
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+    assert checkpoint.fingerprint() != middle
+    content[-1] ^= 1
+    content[20] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+    assert checkpoint.fingerprint() != middle

@@ -8,6 +8,7 @@ from qkov.circuits.mapping import parse_mapping, read_mapping
 from torch import nn
 
 HEADS, D_MODEL, D_HEAD = 3, 12, 4
+QK = {"Q": "q", "K": "k"}
 
 
 def table(**changes):
@@ -66,7 +67,10 @@ def test_a_flipped_layout_gives_another_attention():
 )
 def test_layouts_element_by_element(layout, role, shape, index):
     tensor = torch.arange(float(np.prod(shape))).reshape(shape)
-    arranged = parse_mapping(table(layout=layout, tensors={role: "w"}), "a test").arrange(role, tensor, "w")[role]
+    other = {"Q": "K", "K": "Q", "V": "O", "O": "V"}[role]
+    layout = layout if isinstance(layout, str) else {other: "head d_model d_head", **layout}
+    mapping = parse_mapping(table(layout=layout, tensors={role: "w", other: "x"}), "a test")
+    arranged = mapping.arrange(role, tensor, "w")[role]
     for head in range(HEADS):
         for model in range(D_MODEL):
             for inner in range(D_HEAD):
@@ -76,9 +80,7 @@ def test_layouts_element_by_element(layout, role, shape, index):
 
 def test_a_fused_tensor_interleaved_by_head_is_split_where_it_lies():
     tensor = torch.arange(36.0 * 12).reshape(36, 12)
-    mapping = parse_mapping(
-        table(tensors={"QKV": "w"}, layout={"QKV": "(head qkv d_head) d_model"}, heads=HEADS), "a test"
-    )
+    mapping = parse_mapping(table(tensors={"QKV": "w"}, layout={"QKV": "(head qkv d_head) d_model"}), "a test")
     parts = mapping.arrange("QKV", tensor, "w")
     for position, role in enumerate("QKV"):
         for head in range(HEADS):
@@ -88,14 +90,24 @@ def test_a_fused_tensor_interleaved_by_head_is_split_where_it_lies():
 
 def test_one_head_needs_no_axis_for_it():
     tensor = torch.randn(4, 12)
-    mapping = parse_mapping(table(tensors={"Q": "w"}, layout={"Q": "d_head d_model"}, heads=None), "a test")
+    layout = {"Q": "d_head d_model", "K": "d_model d_head"}
+    mapping = parse_mapping(table(tensors={"Q": "w", "K": "x"}, layout=layout, heads=None), "a test")
     assert torch.equal(mapping.arrange("Q", tensor, "w")["Q"], tensor.T[None])
 
 
 def test_layers_are_found_in_numerical_order():
     mapping = parse_mapping(table(tensors={"Q": "layers.{layer}.q", "K": "layers.{layer}.k"}, prefix="model"), "a test")
-    names = {f"model.layers.{layer}.{part}" for layer in (0, 2, 10) for part in "qk"} | {"model.layers.x.q", "other"}
-    assert mapping.layers(names) == [0, 2, 10]
+    names = {f"model.layers.{layer}.{part}" for layer in ("00", "2", "10") for part in "qk"}
+    found = mapping.layers(names | {"model.layers.x.q", "other"})
+    assert sorted(found) == [0, 2, 10]
+    assert found[0] == {"Q": "model.layers.00.q", "K": "model.layers.00.k"}
+
+
+def test_a_tensor_without_a_layer_serves_all_of_them():
+    mapping = parse_mapping(table(tensors={"Q": "layers.{layer}.q", "K": "shared.k"}), "a test")
+    found = mapping.layers({"layers.0.q", "layers.1.q", "shared.k"})
+    assert found == {layer: {"Q": f"layers.{layer}.q", "K": "shared.k"} for layer in (0, 1)}
+    assert parse_mapping(table(), "a test").layers({f"{part}.weight" for part in "qkvo"}).keys() == {0}
 
 
 def test_what_a_file_lacks_is_named():
@@ -106,6 +118,10 @@ def test_what_a_file_lacks_is_named():
         mapping.layers({"layers.0.q", "layers.0.k", "layers.1.q"})
     with pytest.raises(QkovError, match=r"w has shape \(5, 12\), which does not fit the layout"):
         parse_mapping(table(), "a test").arrange("Q", torch.zeros(5, 12), "w")
+    with pytest.raises(QkovError, match=r"w holds torch.int8 numbers; expected floating ones"):
+        parse_mapping(table(), "a test").arrange("Q", torch.zeros(12, 12, dtype=torch.int8), "w")
+    with pytest.raises(QkovError, match=r"w has shape \(0, 12\), which holds nothing"):
+        parse_mapping(table(), "a test").arrange("Q", torch.zeros(0, 12), "w")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +139,12 @@ def test_what_a_file_lacks_is_named():
         ({"layout": "sideways"}, "layout of a test is 'sideways'; expected one of linear, conv1d"),
         ({"layout": {"Q": "(head d_head) d_model"}}, "gives no layout for K"),
         ({"layout": None}, "gives no layout for Q"),
-        ({"tensors": {"Q": "q"}, "layout": {"Q": "d_head d_modle"}}, "expected the axes head, d_model, d_head"),
-        ({"tensors": {"Q": "q"}, "layout": {"Q": "d_head d_model"}}, "has no axis head, and heads is 3"),
+        ({"tensors": {"Q": "q"}}, "has Q, which make up no circuit; W_QK takes Q and K"),
+        ({"tensors": {"Q": "q", "V": "v"}}, "make up no circuit"),
+        ({"tensors": {"Q": "q", "K": "k", "QK": "w"}}, "has both QK and its factors"),
+        ({"tensors": {"QKV": "q", "OV": "w"}}, "has both OV and its factors"),
+        ({"tensors": QK, "layout": {"Q": "d_head d_modle"}}, "expected the axes head, d_model, d_head"),
+        ({"tensors": QK, "layout": {"Q": "d_head d_model"}}, "has no axis head, and heads is 3"),
         ({"scalars": {"loss": 1}}, r"\[scalars\] of a test should be a table of strings"),
     ],
 )

@@ -1,8 +1,10 @@
 """The command line: what it prints, and one clear line with status 1 or 2 for whatever is wrong."""
 
+import html
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -133,7 +135,7 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run")
     Path("text.pt").write_text("no checkpoint")
-    Path("nothing.toml").write_text('layout = "linear"\nheads = 1\n[tensors]\nQ = "nowhere"\n')
+    Path("nothing.toml").write_text('layout = "linear"\nheads = 1\n[tensors]\nQ = "nowhere"\nK = "neither"\n')
     Path("broken.toml").write_text("=")
     Path("full").mkdir()
     Path("full/thesis.tex").touch()
@@ -144,7 +146,7 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
         (["track", "full"], 2, "full holds no checkpoint"),
         (["inspect", "text.pt"], 1, "text.pt is no PyTorch file"),
         (["track", "text.pt"], 1, "text.pt is no PyTorch file"),
-        (["track", "run", "--map", "nothing.toml"], 1, "names no tensor of the file: it asks for nowhere"),
+        (["track", "run", "--map", "nothing.toml"], 1, "names no tensor of the file: it asks for nowhere, neither"),
         (["track", "run", "--map", "broken.toml"], 2, "cannot be read as TOML"),
         (["track", "run", "--map", "missing.toml"], 2, "missing.toml does not exist"),
         ([*predict, "--relevant", "60"], 2, "m, tokens of the class in a sequence, must be at most b = 50, got 60"),
@@ -155,6 +157,7 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
         ([*predict, "--parameterization", "CACA"], 2, "'CACA' is not known; expected one of CACO, CAFO, FACO, FAFO"),
         ([*predict, "--query", "word"], 2, "--query should be token or class, got 'word'"),
         ([*predict, "--parameterization", "FAFO", "--start-qk", "0"], 2, "0 is a saddle"),
+        ([*predict, "--start-qk", "800"], 2, "mu_qk must be at most 600 in size, got 800"),
         (["predict"], 2, "Missing option '--loss'"),
         (["predict", "--loss", "much"], 2, "--loss"),
         (["paint"], 2, "No such command 'paint'"),
@@ -180,6 +183,48 @@ def test_a_full_disk_is_one_line(tmp_path, capsys, monkeypatch):
     assert status == 1
     assert "No space left on device" in line
     assert list((tmp_path / "store").rglob("*")) == []
+
+
+@pytest.mark.parametrize("out", ["text.txt", "text.txt/sub", "locked/sub"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    Path("text.txt").write_text("mine")
+    real = Path.mkdir
+
+    def mkdir(path, *arguments, **options):
+        if "locked" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    status, line = refused(capsys, ["track", "run", "--out", out, "--json"])
+    assert status == 2
+    assert f"qkov: {out} cannot be written to" in line
+    assert Path("text.txt").read_text() == "mine"
+    monkeypatch.undo()
+    assert run(["track", str(tmp_path / "run"), "--out", str(tmp_path / "store"), "--json"]) == 0
+    capsys.readouterr()
+    status, line = refused(capsys, ["report", str(tmp_path / "store"), "--out", str(tmp_path)])
+    assert (status, line) == (2, f"qkov: {tmp_path} is a folder; expected the name of a file to write")
+
+
+def test_json_is_json_where_a_figure_is_not_defined(tmp_path, capsys):
+    weights = AttentionWeights.of(0, {"W_QK": torch.zeros(1, 3, 3)})
+    save_checkpoint(tmp_path, 1, [weights], {"loss": float("nan"), "time": float("inf")}, {})
+    assert run(["inspect", str(tmp_path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert printed["scalars"] == {"loss": None, "time": None}
+
+
+def test_the_report_tells_its_command_so_that_it_can_be_pasted(tmp_path, capsys, monkeypatch):
+    folder = write_run(tmp_path / "my run's")
+    arguments = ["track", str(folder), "--out", str(tmp_path / "a store")]
+    monkeypatch.setattr(sys, "argv", ["qkov", *arguments])
+    assert run(None) == 0
+    capsys.readouterr()
+    (told,) = re.findall(r"<dt>command</dt><dd><code>(.*?)</code>", (tmp_path / "a store" / "report.html").read_text())
+    assert shlex.split(html.unescape(told)) == ["qkov", *arguments]
 
 
 def test_what_a_stranger_named_is_escaped(tmp_path, capsys):
@@ -213,6 +258,8 @@ def test_interrupted_it_says_so_and_goes_on_from_there(tmp_path):
 
 
 def test_help_names_every_command(capsys):
+    assert run([]) == 2
+    assert "Commands:" in capsys.readouterr().out
     assert run(["--help"]) == 0
     printed = capsys.readouterr().out
     for command in ("reproduce", "predict", "inspect", "track", "report"):

@@ -63,9 +63,11 @@ def test_collapsed_runs_at_the_rescaled_rate_trace_the_factorized_ones(summary):
 
 def test_omega_gives_the_balanced_steps_and_not_the_unbalanced_ones(summary):
     table = pd.DataFrame(summary["preconditioner"])
-    balanced, unbalanced = (table[table["kind"] == kind] for kind in ("balanced", "unbalanced"))
+    balanced, spread, unbalanced = (table[table["kind"] == kind] for kind in ("balanced", "spread", "unbalanced"))
     assert len(balanced) == 12
     assert (balanced["omega_cosine"] > 0.999).all()
+    assert (spread["omega_cosine"] > 0.999).all()
+    assert (spread["gradient_cosine"] < 0.9).all()
     assert (unbalanced["omega_cosine"] < 0.9).all()
     assert (table["exact_error"] < 0.01).all()
 
@@ -77,13 +79,10 @@ def test_faster_qk_sharpens_attention_at_equal_loss(summary):
 
 
 def test_every_run_stays_on_its_direction(reproduction):
-    for table in trajectories(reproduction).values():
+    measured = trajectories(reproduction)
+    for aligned in reproduction.of_kind("balanced", "rescaled"):
         for cosine in ("cosine_qk", "cosine_ov"):
-            kept = table[cosine].dropna()
-            # The directions are exact, and only rounding leaves them; the unbalanced run leaves by its nature.
-            if "omega_cosine_qk" in table and table["omega_cosine_qk"].min() < 0.9:
-                continue
-            assert (kept > 1 - 1e-9).all()
+            assert (measured[aligned.name][cosine].dropna() > 1 - 1e-9).all()
 
 
 def test_checkpoints_carry_what_made_them(folder):
@@ -127,9 +126,20 @@ def test_a_reproduction_that_did_not_finish(tmp_path, capsys):
     (tmp_path / "reproduction.json").write_text('{"format": "qkov reproduction 1", "finished": false}')
     with pytest.raises(CallError, match="did not finish; run qkov reproduce --out"):
         open_reproduction(tmp_path)
-    (tmp_path / "reproduction.json").write_text("{}")
+    (tmp_path / "reproduction.json").write_text('{"format": "qkov reproduction 1"}')
     assert run(["report", str(tmp_path)]) == 2
     assert "holds no finished reproduction" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "thesis.txt").write_text("ten years")
+    for content in ('{"my": "own"}', "not even JSON", "[]"):
+        (tmp_path / "reproduction.json").write_text(content)
+        with pytest.raises(CallError, match="is not empty and no reproduction wrote it"):
+            reproduce(Plan(ratios=(1.0,), losses=(0.5,), step=0.05, checkpoints=4), tmp_path)
+        assert (tmp_path / "reproduction.json").read_text() == content
+    assert (tmp_path / "runs" / "thesis.txt").read_text() == "ten years"
 
 
 def test_a_smaller_plan_overwrites_an_earlier_one(tmp_path):
