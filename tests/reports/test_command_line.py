@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from qkov.analyses.trajectories.store import RunStore
@@ -18,21 +19,8 @@ from qkov.circuits.attention_weights import AttentionWeights
 from qkov.circuits.saved_format import save_checkpoint
 from qkov.reports.command_line import run
 
-ROPE_MAPPING = """\
-prefix = "model_state_dict"
-heads = 1
-layout = "linear"
-rotary = true
-
-[tensors]
-Q = "W_Q.weight"
-K = "W_K.weight"
-V = "W_V.weight"
-O = "W_O.weight"
-
-[scalars]
-loss = "val_loss"
-"""
+#: Mappings of checkpoints that others made.
+MAPPINGS = Path(__file__).parents[1] / "data"
 ACCEPTANCE = [
     "predict",
     "--parameterization",
@@ -277,28 +265,35 @@ def test_the_base_import_is_light():
 
 def test_the_rope_run_from_the_command_line(shared_data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("rope_toy.toml").write_text(ROPE_MAPPING)
-    assert run(["track", str(shared_data / "checkpoints" / "rope_toy"), "--map", "rope_toy.toml", "--json"]) == 0
+    mapping = str(MAPPINGS / "rope_toy.toml")
+    assert run(["track", str(shared_data / "checkpoints" / "rope_toy"), "--map", mapping, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured"] == [1, *range(500, 20_001, 500)]
     page = Path("qkov-rope_toy/report.html").read_text()
     assert "41 checkpoints, step 1 to 20000" in page
     assert "rotary positions" in page
 
 
-@pytest.mark.parametrize("file", ["brackets/brackets_model_state_dict.pt", "induction/induction_head_infinite.pth"])
-def test_other_layouts_of_strangers_by_a_mapping(shared_data, tmp_path, capsys, monkeypatch, file):
-    monkeypatch.chdir(tmp_path)
-    prefix, block, layout = (
-        ("", "blocks", 'layout = "transformer_lens"\n')
-        if "brackets" in file
-        else ("prefix = 'model'\n", "attn_blocks", 'heads = 4\n[layout]\nQ = "head d_head d_model"\n')
-    )
-    if "induction" in file:
-        layout += 'K = "head d_head d_model"\nV = "head d_head d_model"\nO = "d_model (head d_head)"\n'
-    tensors = "".join(f'{role} = "{block}.{{layer}}.attn.W_{role}"\n' for role in "QKVO")
-    Path("map.toml").write_text(f"{prefix}{layout}[tensors]\n{tensors}")
-    assert run(["track", str(shared_data / "checkpoints" / file), "--map", "map.toml", "--out", "store"]) == 0
-    table = RunStore("store").table()
-    layers, heads, inner = (3, 2, 28) if "brackets" in file else (2, 4, 12)
+@pytest.mark.parametrize(
+    ("file", "layers", "heads", "inner"),
+    [("brackets/brackets_model_state_dict.pt", 3, 2, 28), ("induction/induction_head_infinite.pth", 2, 4, 12)],
+)
+def test_other_layouts_of_strangers_by_a_mapping(shared_data, tmp_path, capsys, file, layers, heads, inner):
+    path, mapping = shared_data / "checkpoints" / file, MAPPINGS / f"{Path(file).parent}.toml"
+    assert run(["track", str(path), "--map", str(mapping), "--out", str(tmp_path / "store")]) == 0
+    capsys.readouterr()
+    table = RunStore(tmp_path / "store").table()
     assert (table["layer"].nunique(), table["head"].nunique()) == (layers, heads)
     assert set(table["rank_bound"]) == {inner}
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = saved.get("model", saved)
+    (prefix,) = {name.split(".0.attn.")[0] for name in saved if ".0.attn.W_Q" in name}
+    for row in table[table["layer"] == layers - 1].to_dict("records"):
+        W_Q, W_K, W_V, W_O = (saved[f"{prefix}.{layers - 1}.attn.W_{part}"].double().numpy() for part in "QKVO")
+        head = row["head"]
+        if prefix == "blocks":
+            dense = {"QK": W_K[head] @ W_Q[head].T, "OV": W_O[head].T @ W_V[head].T}
+        else:
+            own = slice(inner * head, inner * (head + 1))
+            dense = {"QK": W_K[head].T @ W_Q[head], "OV": W_O[:, own] @ W_V[head]}
+        expected = np.linalg.svd(dense[row["circuit"]])[1][:inner]
+        np.testing.assert_allclose(row["singular_values"], expected, rtol=1e-6, atol=1e-9)
