@@ -151,7 +151,7 @@ def inspect(
                 f"factors of inner width {shape['rank_bound']}" if shape["factorized"] else "collapsed, without factors"
             )
             print(
-                f"  layer {layer['layer']}: W_{name}, {shape['heads']} heads of "
+                f"  layer {layer['layer']}: W_{name}, {shape['heads']} head{'s' * (shape['heads'] > 1)} of "
                 f"{shape['rows']} x {shape['columns']}, {kind}"
             )
     print(f"basis {facts['basis']}" + (", rotary positions: W_QK at offset 0" if facts["rotary"] else ""))
