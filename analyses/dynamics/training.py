@@ -1,6 +1,5 @@
 """Gradient descent on the single-layer model with a learning rate for each circuit, many ratios r at once."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from ...circuits.attention_weights import AttentionWeights
 from ...circuits.errors import CallError, QkovError
 from ...circuits.preconditioner import Preconditioner
+from .landing import Landing
 from .model import SingleLayerAttention, relevant_attention
 from .sequences import Sequences
 from .step_sizes import CircuitMotion, ConstantRate, RelativeStep
@@ -85,11 +85,9 @@ def train(
         raise CallError(f"the model holds {model.runs} runs, and {len(ratios)} ratios were given: give one a run")
     if not all(ratio > 0 for ratio in ratios):
         raise CallError(f"every ratio r = eta_QK / eta_OV must be positive, got {list(ratios)}")
-    targets = sorted(losses, reverse=True)
     ratio = torch.tensor(ratios, dtype=torch.float64)
     time = torch.zeros(len(ratio), dtype=torch.float64)
-    passed = [0] * len(ratio)
-    landing = [False] * len(ratio)
+    landing = Landing(losses, len(ratio))
     attention_parameters = [model.get_parameter(name) for name in model.attention_names]
     output_parameters = [model.get_parameter(name) for name in model.output_names]
     # A factorized circuit, or one that imitates it, grows in proportion to itself; a collapsed one leaves its start.
@@ -108,12 +106,8 @@ def train(
                 f"training diverged at step {step}: the losses of the runs at r = {list(ratios)} are {loss.tolist()}; "
                 f"use a smaller step"
             )
-        reached: list[list[float]] = [[] for _ in passed]
-        for run, value in enumerate(loss.tolist()):
-            while passed[run] < len(targets) and value <= targets[passed[run]] * (1 + (_LANDED if landing[run] else 0)):
-                reached[run].append(targets[passed[run]])
-                passed[run] += 1
-        active = torch.tensor([not targets or count < len(targets) for count in passed])
+        reached = landing.reach(loss)
+        active = landing.active
 
         factor_qk, factor_ov = ratio, torch.ones_like(ratio)
         if rescaled:
@@ -126,7 +120,7 @@ def train(
         ]
         rate = step_size(loss, motions)
         if isinstance(step_size, RelativeStep):
-            rate, landing = _land(rate, loss, motions, targets, passed)
+            rate = landing.shorten(rate, loss, motions[0].power + motions[1].power)
         last = step == max_steps or not bool(active.any())
         yield State(
             step=step,
@@ -150,10 +144,6 @@ def train(
             # A new tensor, not an update in place: the state that was yielded keeps its weights.
             parameter.data = parameter.detach() - _along_runs(factor, parameter) * gradient
         time = time + moved
-
-
-# A step that was shortened to end at a loss has reached it if it came this near; else the next one is shortened.
-_LANDED = 1e-2
 
 
 def _gradients(
@@ -192,24 +182,6 @@ def _motion(
 
 def _squared_norm(tensor: Tensor) -> Tensor:
     return tensor.double().square().flatten(1).sum(dim=1)
-
-
-def _land(
-    rate: Tensor, loss: Tensor, motions: list[CircuitMotion], targets: list[float], passed: list[int]
-) -> tuple[Tensor, list[bool]]:
-    """Shorten the step of a run that would pass its next loss, so that it ends there."""
-    power = motions[0].power + motions[1].power
-    landing = [False] * len(passed)
-    rate = rate.clone()
-    expected_fall = (rate * power / loss).tolist()
-    for run, (count, value, expected) in enumerate(zip(passed, loss.tolist(), expected_fall, strict=True)):
-        if count == len(targets):
-            continue
-        wanted = math.log(value / targets[count])
-        if expected >= wanted:
-            rate[run] *= wanted / expected
-            landing[run] = True
-    return rate, landing
 
 
 def _along_runs(values: Tensor, parameter: Tensor) -> Tensor:
