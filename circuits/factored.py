@@ -26,8 +26,9 @@ class Circuit:
     and is NaN for a matrix of the batch with NaN or infinite entries. Nothing of size [rows, columns] is formed
     but by `dense`.
 
-    **Raises** CallError when a factor is not a floating tensor of at least two dimensions, none of the matrix
-    dimensions zero, when the inner dimensions differ, or when the batch dimensions do not broadcast.
+    Raises:
+        CallError: a factor is not a floating tensor of at least two dimensions, none of the matrix
+            dimensions zero, when the inner dimensions differ, or when the batch dimensions do not broadcast.
     """
 
     # Plain types: a wrong shape is answered below, in words, also where annotations are checked at run time.
@@ -86,7 +87,8 @@ class Circuit:
     def __getitem__(self, index: Index | tuple[Index, ...]) -> "Circuit":
         """Index the batch dimensions as a tensor's; the matrix dimensions stay whole.
 
-        **Raises** CallError when the index does not fit the batch dimensions.
+        Raises:
+            CallError: the index does not fit the batch dimensions.
         """
         entries = index if isinstance(index, tuple) else (index,)
         try:
@@ -106,7 +108,8 @@ class Circuit:
     def __sub__(self, other: "Circuit") -> "Circuit":
         """C - D, exactly, in float64: of rank k1 + k2 if both are factored, collapsed otherwise.
 
-        **Raises** CallError when the shapes differ.
+        Raises:
+            CallError: the shapes differ.
         """
         batch = self._check_same_matrix(other, "difference")
         if self.right is None or other.right is None:
@@ -121,7 +124,8 @@ class Circuit:
     def inner(self, other: "Circuit") -> Float64[Tensor, "*batch"]:
         """Frobenius inner product <C, D> = tr(C' D), through the factors: the sum of (L'M) * (R S') for C = LR, D = MS.
 
-        **Raises** CallError when the shapes differ.
+        Raises:
+            CallError: the shapes differ.
         """
         self._check_same_matrix(other, "inner product")
         if self.right is None and other.right is None:

@@ -61,7 +61,8 @@ class Preconditioner:
     def apply(self, gradient: Float[Tensor, "*_ rows columns"]) -> Float64[Tensor, "*batch rows columns"]:
         """Omega(C) G = (CC')^{1/2} G + G (C'C)^{1/2}, in thin form: of the order rows * columns * rank.
 
-        **Raises** CallError when the gradient has not the circuit's shape.
+        Raises:
+            CallError: the gradient has not the circuit's shape.
         """
         self.circuit.demand_shape(gradient.shape, "The gradient")
         gradient = upcast(gradient)
@@ -129,7 +130,8 @@ def exact_step(circuit: Circuit, gradient: Float[Tensor, "*_ rows columns"]) -> 
 
     Equal to Omega(C) G exactly when the factors are balanced.
 
-    **Raises** CallError when the circuit is collapsed, or the gradient has not its shape.
+    Raises:
+        CallError: the circuit is collapsed, or the gradient has not its shape.
     """
     left, right = _factors(circuit, "exact_step")
     circuit.demand_shape(gradient.shape, "The gradient")
@@ -140,7 +142,8 @@ def exact_step(circuit: Circuit, gradient: Float[Tensor, "*_ rows columns"]) -> 
 def agreement(circuit: Circuit) -> Agreement:
     """Cosine and relative difference of Omega(C) and the exact operator, side by side, from k x k matrices.
 
-    **Raises** CallError when the circuit is collapsed.
+    Raises:
+        CallError: the circuit is collapsed.
     """
     _factors(circuit, "agreement")
     reduction = circuit.reduction()
@@ -162,7 +165,8 @@ def reduced_agreement(reduction: Reduction, core: ThinSVD) -> Agreement:
 def imbalance(circuit: Circuit) -> Float64[Tensor, "*batch"]:
     """||A'A - B B'||_F / (||A'A||_F + ||B B'||_F), from 0 (balanced) to 1; 0 where both factors are zero.
 
-    **Raises** CallError when the circuit is collapsed.
+    Raises:
+        CallError: the circuit is collapsed.
     """
     _factors(circuit, "imbalance")
     return reduced_imbalance(circuit.reduction())

@@ -56,7 +56,8 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
     factors; symmetry and eigenvalues when p is not q; ranks, shares, scores and cosines of a zero matrix (its
     norms and rates are 0); and every figure of a matrix with NaN or infinite entries.
 
-    **Raises** CallError when the reference has not the circuit's shape.
+    Raises:
+        CallError: the reference has not the circuit's shape.
     """
     if reference is not None:
         circuit.demand_shape(reference.shape, "measure: the reference")

@@ -38,13 +38,15 @@ def reproduce(
     """Train the four parameterizations on the exact population, compare with theory, write the report."""
     from ..analyses.studies.reproduction import Plan
     from ..analyses.studies.reproduction import reproduce as run_reproduction
+    from ..analyses.studies.tables import all_tables
     from .progress import WorkProgress
     from .reproduction_report import reproduction_summary, write_reproduction_report
 
     with WorkProgress("reproduce", quiet=as_json) as progress:
-        reproduction = run_reproduction(Plan.quick() if quick else Plan(), out, progress=progress.update)
-        report = write_reproduction_report(reproduction, out / "report.html", command=_command())
-    summary = reproduction_summary(reproduction)
+        plan = Plan.quick() if quick else Plan()
+        tables = all_tables(run_reproduction(plan, out, progress=progress.update, command=_command()))
+        report = write_reproduction_report(tables, out / "report.html", command=_command())
+    summary = reproduction_summary(tables)
     if as_json:
         _print_json({"report": str(report), **summary})
         return
@@ -206,13 +208,14 @@ def report(
 ) -> None:
     """Render a report again, or compare runs side by side."""
     from ..analyses.studies.reproduction import is_reproduction, open_reproduction
+    from ..analyses.studies.tables import all_tables
     from ..analyses.trajectories.store import RunStore
     from .reproduction_report import write_reproduction_report
     from .run_report import write_run_report
 
     if len(stores) == 1 and is_reproduction(stores[0]):
         written = write_reproduction_report(
-            open_reproduction(stores[0]), out or stores[0] / "report.html", command=_command()
+            all_tables(open_reproduction(stores[0])), out or stores[0] / "report.html", command=_command()
         )
     else:
         default = stores[0] / "report.html" if len(stores) == 1 else Path("qkov-comparison.html")

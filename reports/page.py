@@ -29,12 +29,12 @@ def number(value: float | None, digits: int = 4) -> str:
         return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
-    exponent = math.floor(math.log10(abs(value)))
+    # Rounded first: 9.99 to two digits is 10, whose exponent is another.
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    exponent = int(power)
     if -4 <= exponent < 6:
-        text = f"{value:.{max(digits - 1 - exponent, 0)}f}"
-        return text.replace("-", "−")
-    mantissa, _, power = f"{value:.{max(digits - 2, 0)}e}".partition("e")
-    raised = str(int(power)).translate(_SUPERSCRIPTS)
+        return f"{float(f'{mantissa}e{power}'):.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
+    raised = str(exponent).translate(_SUPERSCRIPTS)
     return f"{mantissa} × 10{raised}".replace("-", "−")
 
 

@@ -9,9 +9,8 @@ from ..analyses.dynamics.equations import integrate
 from ..analyses.dynamics.growth_laws import straight_line
 from ..analyses.dynamics.matched_loss import at_loss
 from ..analyses.dynamics.setting import Parameterization
-from ..analyses.studies.comparison import RatioReading, Trajectories, preconditioner_table
 from ..analyses.studies.growth import GrowthReading
-from ..analyses.studies.reproduction import Reproduction
+from ..analyses.studies.tables import Tables
 from .page import mark_changes, number, percent
 from .panels import Panel, Series, draw, swatch
 
@@ -29,10 +28,9 @@ _LAW_AXES = {
 }
 
 
-def sharpening(
-    reproduction: Reproduction, measured: Trajectories, matched: pd.DataFrame, style: dict[float, int]
-) -> dict[str, Any]:
+def sharpening(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
     """Alpha against loss, trained and predicted, and what it says of the paper's claim."""
+    reproduction, measured, matched = tables.reproduction, tables.measured, tables.matched
     plan = reproduction.plan
     slow, fast = min(plan.ratios), max(plan.ratios)
     loss = min((loss for loss in plan.losses if loss >= 1e-4), default=plan.losses[-1])
@@ -55,7 +53,7 @@ def sharpening(
     if low:
         answer.append(
             f"At r = {slow:g}, {' and '.join(low)} stay within a tenth of uniform attention down to this loss: "
-            f"there the task is learnt by W_OV alone."
+            f"attention hardly takes part there."
         )
     panels = []
     for chosen in Parameterization:
@@ -104,8 +102,8 @@ def falsifier(long_after: pd.DataFrame) -> dict[str, Any]:
     return {
         "losses": losses,
         "rows": mark_changes(rows, "parameterization"),
-        "words": f"Attention goes on sharpening after the loss has vanished, but slowly: at r = {slow:g}, from a loss "
-        f"of {trained:g} to one of {losses[-1]:g}, theory has α go {'; '.join(parts)}.",
+        "words": f"Where attention goes after the loss has vanished: at r = {slow:g}, from a loss of {trained:g} to "
+        f"one of {losses[-1]:g}, theory has α go {'; '.join(parts)}.",
     }
 
 
@@ -124,14 +122,14 @@ def paper_setting(table: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def following(
-    reproduction: Reproduction,
-    measured: Trajectories,
-    readings: list[RatioReading],
-    rescaled: pd.DataFrame,
-    style: dict[float, int],
-) -> dict[str, Any]:
+def following(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
     """Scales and attention against time, first integrals, and the collapsed runs at the rescaled rate."""
+    reproduction, measured, rescaled, readings = (
+        tables.reproduction,
+        tables.measured,
+        tables.rescaled,
+        tables.readings,
+    )
     factorized = [chosen for chosen in Parameterization if chosen is not Parameterization.CACO]
     rows = []
     for chosen in factorized:
@@ -171,16 +169,19 @@ def following(
         rows.append({"panels": panels})
     own = [reading for reading in readings if reading.run.parameterization in factorized]
     largest = max(reading.residual for reading in own)
+    flow = tables.flow[tables.flow["parameterization"] != "CACO"]
+    in_mu, in_alpha = float(flow[["mu_qk", "mu_ov"]].max().max()), float(flow["alpha"].max())
+    verdict = "Yes" if max(in_mu, in_alpha, largest) < 0.1 else "Only roughly"
     in_time = abs(rescaled["time_collapsed"] / rescaled["time_factorized"] - 1).max()
     off = max(abs(reading.r / reading.run.ratio - 1) for reading in readings)
     told = sum(reading.best is reading.run.parameterization for reading in readings)
     answer = [
-        f"{'Yes' if largest < 0.1 else 'Only roughly'}: the factorized runs keep to their first integrals within "
-        f"{percent(largest)} of the root mean square change of μ_QK over the run, with no constant fitted. What is "
-        f"left is of the order of the step: half the step, half the difference.",
+        f"{verdict}: at the times of their checkpoints the factorized runs are within {percent(in_mu)} of the rescaled "
+        f"equations in μ_QK and μ_OV and within {number(in_alpha, 2)} in α, and they keep to their first integrals "
+        f"within {percent(largest)} of the root mean square change of μ_QK over the run. No constant is fitted.",
         f"The weights alone give r back within {percent(off)} in every run, and name the right one of the four "
         f"parameterizations in {told} of {len(readings)}.",
-        f"Collapsed runs trained at the rate η·2σμ(t) trace the factorized ones: at equal loss the scales are within "
+        f"Collapsed runs trained at the rate η·2σμ(t) against the factorized ones: at equal loss the scales are within "
         f"{percent(rescaled['difference'].max())} of each other, and the times within {percent(in_time)}.",
     ]
     return {"answer": answer, "rows": rows}
@@ -233,11 +234,15 @@ def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, 
         f"Theory gives each parameterization its own law: {names}. In {len(right)} of the {len(decided)} runs that "
         f"grow enough before saturation to tell, the law of the run's own parameterization fits best.",
     ]
-    if decided and len(right) == len(decided):
+    told = {reading.run.parameterization for reading in right}
+    if len(right) == len(decided) and told == set(Parameterization):
         answer.append(
-            "So the log-squared growth of the collapsed model does not survive factorization: with factorized "
-            "attention the growth of μ_QK is exponential in μ_OV or its square until attention saturates."
+            "So the log-squared growth of CACO does not survive factorization: a factorized output makes it "
+            "logarithmic, and factorized attention exponential in μ_OV or its square, until attention saturates."
         )
+    left_out = [reading.run.name for reading in readings if reading.fits is None]
+    if left_out:
+        answer.append(f"Left out, with fewer than three checkpoints before saturation: {', '.join(left_out)}.")
     return {
         "answer": answer,
         "panels": panels,
@@ -247,9 +252,9 @@ def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, 
     }
 
 
-def preconditioner(reproduction: Reproduction, measured: Trajectories) -> dict[str, Any]:
+def preconditioner(tables: Tables) -> dict[str, Any]:
     """The steps that factorized training took against those of Omega(C)."""
-    table = preconditioner_table(reproduction, measured)
+    reproduction, measured, table = tables.reproduction, tables.measured, tables.preconditioner
     balanced, unbalanced = (table[table["kind"] == kind] for kind in ("balanced", "unbalanced"))
     spread = table[table["kind"] == "spread"]
     lines: dict[str, list[Series]] = {"cosine": [], "error": []}
@@ -267,10 +272,9 @@ def preconditioner(reproduction: Reproduction, measured: Trajectories) -> dict[s
         step = "Ω(C)G" if operator == "omega" else "G alone"
         legend.append({"swatch": swatch(position), "label": f"W_{circuit.upper()}, {start} start: {step}"})
         for figure, series in lines.items():
-            column = f"{operator}_{figure}_{circuit}"
-            if column in over:
-                series.append(Series(over["time"], over[column], position))
-                series.append(Series(over["time"], over[column], position, dots=True))
+            column = over[f"{operator}_{figure}_{circuit}"]
+            series.append(Series(over["time"], column, position))
+            series.append(Series(over["time"], column, position, dots=True))
     panels = [
         draw(
             Panel(
@@ -285,7 +289,7 @@ def preconditioner(reproduction: Reproduction, measured: Trajectories) -> dict[s
         )
         for figure, title in (
             ("cosine", "cosine with the step taken"),
-            ("error", r"relative error of $\Omega(C)G$"),
+            ("error", "relative error of the step"),
         )
     ]
     all_balanced = pd.concat([balanced, spread])
@@ -294,18 +298,28 @@ def preconditioner(reproduction: Reproduction, measured: Trajectories) -> dict[s
         f"{cosine:.3f} (W_{circuit})"
         for circuit, cosine in zip(unbalanced["circuit"], unbalanced["omega_cosine_start"], strict=True)
     )
+    (left_balance,) = reproduction.of_kind("unbalanced")
+    course = measured[left_balance.name].dropna(subset=["omega_cosine_qk", "omega_cosine_ov"])
+    imbalances = "; ".join(
+        f"the imbalance of W_{side.upper()} goes from "
+        f"{number(course[f'imbalance_{side}'].iloc[0], 2)} to {number(course[f'imbalance_{side}'].iloc[-1], 2)} and "
+        f"the cosine from {course[f'omega_cosine_{side}'].iloc[0]:.3f} to {course[f'omega_cosine_{side}'].iloc[-1]:.6f}"
+        for side in ("qk", "ov")
+    )
     answer = [
         f"With balanced factors, {'yes' if smallest > 0.999 else 'not quite'}: over every saved step of every "
         f"factorized circuit the cosine is at least {smallest:.6f} and the relative error at most "
-        f"{percent(all_balanced['omega_error'].max())}, which is the second order of the step.",
+        f"{percent(all_balanced['omega_error'].max())}. That of the exact operator, which leaves out only the second "
+        f"order of the step, is at most {percent(all_balanced['exact_error'].max())}.",
         f"On the fixed directions all singular values are equal, so that Ω is a scalar and only the size of the step "
         f"tests it. The balanced run that starts with spread singular values tests its direction too: there G without "
         f"a preconditioner comes down to a cosine of {spread['gradient_cosine'].min():.3f}, and Ω(C)G is never "
         f"below {spread['omega_cosine'].min():.6f}.",
         f"Without balance, {'no' if largest < 0.99 else 'nearly'}: from the unbalanced start the first step has a "
         f"cosine of {first_steps}, and Ω(C)G misses by {percent(unbalanced['omega_error'].max())} at worst, while "
-        f"the exact operator AAᵀG + GBᵀB stays within {percent(unbalanced['exact_error'].max())}. The difference "
-        f"AᵀA − BBᵀ is conserved, so its share shrinks as the factors grow, and Ω comes to fit.",
+        f"the exact operator AAᵀG + GBᵀB stays within {percent(unbalanced['exact_error'].max())}. Gradient flow "
+        f"conserves AᵀA − BBᵀ, so its share shrinks where the factors grow; from the first saved step to the last "
+        f"{imbalances}.",
     ]
     return {
         "answer": answer,

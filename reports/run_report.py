@@ -71,20 +71,21 @@ _SECTIONS: tuple[tuple[str, str, tuple[_Figure, ...]], ...] = (
     ),
     (
         "How does gradient descent on the factors move them?",
-        "Ω(C) = (CᵀC)^½ ⊕ (CCᵀ)^½ is how gradient flow on balanced factors moves their product. Its rate "
-        "along C itself is 2Σs³/Σs². Imbalance is ‖AᵀA − BBᵀ‖/(‖AᵀA‖ + ‖BBᵀ‖), 0 when balanced; the cosines compare "
-        "Ω's two sides with AAᵀ and BᵀB, of the factors themselves: 1 means that Ω tells the exact step.",
+        "Ω(C) = (CᵀC)^½ ⊕ (CCᵀ)^½ is how gradient flow on balanced factors moves their product. Its rate along C "
+        "itself is 2Σs³/Σs². Imbalance is ‖AᵀA − BBᵀ‖/(‖AᵀA‖ + ‖BBᵀ‖). The differences compare Ω's two sides with AAᵀ "
+        "and BᵀB, of the factors themselves, relative to those: 0 where Ω is the exact operator.",
         (
             _Figure("omega_self", r"rate of $\Omega$ along $C$"),
             _Figure("imbalance", "imbalance of the factors", limits=(-0.02, 1.02)),
-            _Figure("agreement_rows_cosine", r"$\Omega$ with $AA^T$, cosine", limits=(None, 1.02)),
-            _Figure("agreement_columns_cosine", r"$\Omega$ with $B^TB$, cosine", limits=(None, 1.02)),
+            _Figure("agreement_rows_difference", r"$\Omega$ against $AA^T$, difference"),
+            _Figure("agreement_columns_difference", r"$\Omega$ against $B^TB$, difference"),
         ),
     ),
     (
         "What do they compute?",
-        "Share of the squared norm that is symmetric (0.5 for a random matrix), and for W_OV the copying score "
-        "Σ Re λ / Σ |λ| of its eigenvalues: positive for a head that writes what it reads (Elhage et al. 2021).",
+        "Share of the squared norm that is symmetric (0.5 for a random matrix), and the score Σ Re λ / Σ |λ| of the "
+        "eigenvalues of W_OV itself, without embedding and unembedding: positive where a head writes what it reads "
+        "(after the copying score of Elhage et al. 2021).",
         (
             _Figure("symmetric_share", "symmetric share", limits=(-0.02, 1.02)),
             _Figure("copying_score", "copying score", circuits=("OV",), limits=(-1.05, 1.05)),
@@ -288,7 +289,6 @@ def _run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> 
         "last": int(steps[-1]),
         "layers": table["layer"].nunique(),
         "heads": _heads(table),
-        "circuits": ", ".join(f"W_{name}" for name in sorted(table["circuit"].unique(), reverse=True)),
         "shapes": ", ".join(
             f"W_{name} {rows} × {columns}, {f'factors of inner width {rank}' if factorized else 'collapsed'}"
             for (name, rows, columns, rank, factorized), _ in table.groupby(

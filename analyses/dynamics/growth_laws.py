@@ -203,6 +203,10 @@ class GrowthFits(NamedTuple):
     samples: int
 
 
+class TooFewSamplesError(CallError):
+    """A series has too few samples before saturation for a line to be fitted."""
+
+
 def fit_growth(
     mu_ov: Float[np.ndarray, " time"],
     mu_qk: Float[np.ndarray, " time"],
@@ -216,7 +220,8 @@ def fit_growth(
     exponential and a line cannot be told apart by this fit; `first_integrals.fit_ratio` still can.
 
     Raises:
-        CallError: fewer than three samples before saturation, unequal lengths, a value not finite, or a constant one;
+        TooFewSamplesError: fewer than three samples before saturation.
+        CallError: unequal lengths, a value not finite, or a constant one;
             departure not in (0, 1).
     """
     if not 0 < departure < 1:
@@ -225,7 +230,7 @@ def fit_growth(
     background = setting.background_attention(mu_qk)
     samples = int(np.argmax(np.append(background < (1 - departure) * background[0], True)))
     if samples < 3:
-        raise CallError(
+        raise TooFewSamplesError(
             f"fit_growth needs three samples before saturation, got {samples}: log more often at the start, or raise "
             f"departure (now {departure:g})."
         )

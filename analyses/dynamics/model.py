@@ -75,6 +75,11 @@ class SingleLayerAttention(nn.Module):
         """Number of runs that train side by side."""
         return self.get_parameter(self.attention_names[0]).shape[0]
 
+    @property
+    def heads(self) -> int:
+        """Number of heads, whose outputs are summed."""
+        return self.get_parameter(self.attention_names[0]).shape[1]
+
     def qk(self) -> Circuit:
         """Return W_QK = W_K W_Q', batched [run, head]; rows are the key side, columns the query side."""
         return Circuit(*self._qk_factors())

@@ -87,16 +87,18 @@ def step_agreement(
     """Compare the step that training took with -rate Omega(C) G, with the exact -rate (A A' G + G B'B), and with -G.
 
     Returns the cosine of the two steps and ||taken - predicted||_F / ||taken||_F, all heads together; -G alone, without
-    a preconditioner, is scaled to fit best. The taken step also holds rate^2 G B'A'G, which the predictions leave out.
+    a preconditioner, is given the size that fits best. The taken step also holds rate^2 G B'A'G, which the
+    predictions leave out.
     """
     taken = after.dense() - before.dense()
     figures = {}
     for name, operated in (
         ("omega", Preconditioner(before).apply(gradient)),
         ("exact", exact_step(before, gradient)),
-        ("gradient", -(taken * gradient).sum() / (gradient.square().sum() * rate) * gradient),
+        ("gradient", gradient),
     ):
-        predicted = -rate * operated
-        figures[f"{name}_cosine"] = float((taken * predicted).sum() / (taken.norm() * predicted.norm()))
-        figures[f"{name}_error"] = float((taken - predicted).norm() / taken.norm())
+        cosine = -(taken * operated).sum() / (taken.norm() * operated.norm())
+        error = (taken + rate * operated).norm() / taken.norm()
+        figures[f"{name}_cosine"] = float(cosine)
+        figures[f"{name}_error"] = float(error if name != "gradient" else (1 - cosine.square()).clamp_min(0).sqrt())
     return figures

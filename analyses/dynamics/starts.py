@@ -40,15 +40,14 @@ def aligned_start(
 
     With imbalance s > 0 the factors become A D and D^{-1} B, where ln D runs evenly from 0 to s over the singular
     directions: the products are unchanged, and A'A - B B' is not zero. With spread s > 0 they become A E and E B, where
-    ln E runs evenly from 0 to s: the factors stay balanced, and the singular values, all equal on the fixed directions,
-    spread from e^0 to e^{2s} times what they were, so that Omega is no longer a scalar.
+    ln E runs evenly over a range of s: the factors stay balanced, and the singular values, all equal on the fixed
+    directions, spread over a range of e^{2s} about the same mean, so that Omega is no scalar and mu is the same.
 
     Raises:
         CallError: d_head is too small for the direction's rank.
     """
-    heads = model.get_parameter(model.output_names[0]).shape[1]
-    qk = directions.qk * (start.mu_qk / heads)
-    ov = directions.ov * (start.mu_ov / heads)
+    qk = directions.qk * (start.mu_qk / model.heads)
+    ov = directions.ov * (start.mu_ov / model.heads)
     if model.parameterization.factorized_attention:
         W_K, W_Q = _scaled(*balanced_factors(qk, model.get_parameter("W_Q").shape[-1]), imbalance, spread)
         model.get_parameter("W_K").copy_(W_K)
@@ -97,4 +96,5 @@ def _scaled(A: Tensor, B: Tensor, imbalance: float, spread: float) -> tuple[Tens
     ln_D, ln_E = torch.zeros(2, A.shape[1], dtype=A.dtype)
     ln_D[:rank] = torch.linspace(0, imbalance, rank, dtype=A.dtype)
     ln_E[:rank] = torch.linspace(0, spread, rank, dtype=A.dtype)
+    ln_E[:rank] -= (2 * ln_E[:rank]).exp().mean().log() / 2
     return A * (ln_E + ln_D).exp(), (ln_E - ln_D).exp()[:, None] * B

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...circuits.attention_weights import AttentionWeights
 from ...circuits.errors import CallError, QkovError
-from ...circuits.preconditioner import Preconditioner
+from ...circuits.factored import Circuit
+from ...circuits.preconditioner import Preconditioner, exact_step
 from .landing import Landing
 from .model import SingleLayerAttention, relevant_attention
 from .sequences import Sequences
@@ -75,7 +76,8 @@ def train(
             2 sigma mu on the fixed directions. A collapsed circuit then follows the factorized equations.
 
     Raises:
-        CallError: the number of ratios is not the number of runs, or a ratio is not positive.
+        CallError: the number of ratios is not the number of runs, a ratio is not positive, or several heads are to
+            train at the rescaled rate.
         QkovError: the loss became NaN or infinite; the step is named.
 
     Source: Theorem 1 of "Faster Query-Key Learning Sharpens Attention"; the rescaled rate is the review's concrete
@@ -85,6 +87,8 @@ def train(
         raise CallError(f"the model holds {model.runs} runs, and {len(ratios)} ratios were given: give one a run")
     if not all(ratio > 0 for ratio in ratios):
         raise CallError(f"every ratio r = eta_QK / eta_OV must be positive, got {list(ratios)}")
+    if rescaled and model.heads > 1:
+        raise CallError(f"the rescaled rate is one rate a circuit; the model has {model.heads} heads, use one")
     ratio = torch.tensor(ratios, dtype=torch.float64)
     time = torch.zeros(len(ratio), dtype=torch.float64)
     landing = Landing(losses, len(ratio))
@@ -115,8 +119,8 @@ def train(
             factor_ov = Preconditioner(model.ov()).self_rate[:, 0]
         split = len(attention_parameters)
         motions = [
-            _motion(factor_qk, attention_parameters, gradients[:split], starts[0]),
-            _motion(factor_ov, output_parameters, gradients[split:], starts[1]),
+            _motion(factor_qk, model.qk(), qk_gradient, gradients[:split], starts[0]),
+            _motion(factor_ov, model.ov(), ov_gradient, gradients[split:], starts[1]),
         ]
         rate = step_size(loss, motions)
         if isinstance(step_size, RelativeStep):
@@ -162,19 +166,14 @@ def _gradients(
 
 
 def _motion(
-    factor: Tensor, parameters: list[torch.nn.Parameter], gradients: list[Tensor], start: Tensor | None
+    factor: Tensor, circuit: Circuit, gradient: Tensor, factor_gradients: list[Tensor], start: Tensor | None
 ) -> CircuitMotion:
-    squared_gradient = torch.stack([_squared_norm(gradient) for gradient in gradients]).sum(dim=0)
-    if start is None:
-        squared_size = torch.stack([_squared_norm(parameter.detach()) for parameter in parameters]).sum(dim=0)
-    else:
-        squared_size = _squared_norm(parameters[0].detach() - start)
-    speed = factor * (squared_gradient / squared_size).sqrt()
-    if len(parameters) > 1:
-        # A product of balanced factors moves, relative to its own norm, twice as fast as each of them.
-        speed = 2 * speed
+    """What a circuit would do in a step of rate 1, by the exact operator where it is a product of factors."""
+    moving = gradient if circuit.right is None else exact_step(circuit, gradient)
+    size = circuit.dense() if start is None else circuit.dense() - start
+    speed = factor * (_squared_norm(moving) / _squared_norm(size)).sqrt()
     return CircuitMotion(
-        power=factor * squared_gradient,
+        power=factor * torch.stack([_squared_norm(each) for each in factor_gradients]).sum(dim=0),
         relative_speed=torch.where(torch.isfinite(speed), speed, 0.0),
         from_zero=start is not None,
     )

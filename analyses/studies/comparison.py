@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..dynamics.equations import integrate
 from ..dynamics.first_integrals import first_integral_residual, fit_ratio
 from ..dynamics.matched_loss import at_loss
 from ..dynamics.setting import Parameterization, Setting
@@ -19,13 +20,15 @@ def trajectories(reproduction: Reproduction) -> Trajectories:
     return {run.name: trajectory(reproduction, run) for run in reproduction.runs}
 
 
+#: How a step compares with Omega(C) G, with the exact operator and with G alone, as saved with a checkpoint.
+STEP_FIGURES = tuple(f"{name}_{figure}" for name in ("omega", "exact", "gradient") for figure in ("cosine", "error"))
+
+
 def trajectory(reproduction: Reproduction, run: Run) -> pd.DataFrame:
     """Return what was measured of a run at every saved checkpoint, from its store.
 
     Columns: step, time, loss, attention, mu_qk and mu_ov (the scale along the task direction), cosine_qk and cosine_ov
-    (with that direction), and for factorized circuits omega_cosine, omega_error, exact_cosine, exact_error and
-    gradient_cosine, each with _qk and _ov: the step taken from the checkpoint against -rate Omega(C) G, against
-    -rate (A A' G + G B'B) and against -G.
+    (with that direction), imbalance_qk and imbalance_ov, and STEP_FIGURES, each with _qk and _ov.
     """
     table = reproduction.store(run).table()
     qk = table[table["circuit"] == "QK"].set_index("step")
@@ -39,8 +42,9 @@ def trajectory(reproduction: Reproduction, run: Run) -> pd.DataFrame:
         "cosine_qk": qk["reference_cosine"],
         "cosine_ov": ov["reference_cosine"],
     }
-    for figure in ("omega_cosine", "omega_error", "exact_cosine", "exact_error", "gradient_cosine"):
-        for circuit in ("qk", "ov"):
+    for circuit, rows in (("qk", qk), ("ov", ov)):
+        columns[f"imbalance_{circuit}"] = rows["imbalance"]
+        for figure in STEP_FIGURES:
             columns[f"{figure}_{circuit}"] = qk[f"training_{figure}_{circuit}"]
     return pd.DataFrame(columns).rename_axis("step").reset_index()
 
@@ -181,6 +185,37 @@ def read_ratios(reproduction: Reproduction, measured: Trajectories) -> list[Rati
             )
         )
     return readings
+
+
+def flow_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
+    """Return how far every balanced run is from the integrated equations at the times of its checkpoints.
+
+    Columns: parameterization, ratio, the largest relative distance of mu_qk and of mu_ov, once they have come to a
+    thousandth of what they end at, and the largest distance of alpha. Where a scale grows exponentially a small delay
+    is a larger distance.
+    """
+    rows = []
+    for run in reproduction.of_kind("balanced"):
+        later = measured[run.name].query("time > 0")
+        time = later["time"].to_numpy()
+        flow = integrate(
+            reproduction.plan.setting, run.parameterization, run.ratio, until_time=float(time[-1]), start=run.start
+        ).at(time)
+        rows.append(
+            {
+                "parameterization": run.parameterization.value,
+                "ratio": run.ratio,
+                "mu_qk": _relative_distance(later["mu_qk"].to_numpy(), flow.mu_qk),
+                "mu_ov": _relative_distance(later["mu_ov"].to_numpy(), flow.mu_ov),
+                "alpha": float(abs(later["attention"].to_numpy() - flow.attention).max()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _relative_distance(trained: np.ndarray, predicted: np.ndarray) -> float:
+    grown = predicted > 1e-3 * predicted[-1]
+    return float(np.abs(trained[grown] / predicted[grown] - 1).max())
 
 
 def rescaled_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:

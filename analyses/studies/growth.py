@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from ...circuits.errors import CallError
-from ..dynamics.growth_laws import GrowthFits, fit_growth, straight_line_slope
+from ..dynamics.growth_laws import GrowthFits, TooFewSamplesError, fit_growth, straight_line_slope
 from .comparison import Trajectories, positive_scales
 from .reproduction import Reproduction, Run
 
@@ -43,7 +42,7 @@ def read_growth(reproduction: Reproduction, measured: Trajectories, departure: f
         mu_qk, mu_ov = series["mu_qk"].to_numpy(), series["mu_ov"].to_numpy()
         try:
             fits = fit_growth(mu_ov, mu_qk, setting, departure)
-        except CallError:
+        except TooFewSamplesError:
             fits = None
         before = series.head(0 if fits is None else fits.samples)
         growth = 0.0 if fits is None else float(before["mu_qk"].max() / before["mu_qk"].iloc[0])

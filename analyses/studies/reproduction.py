@@ -10,7 +10,7 @@ from typing import Any, cast
 from joblib import Parallel, cpu_count, delayed, parallel_config
 
 from ...circuits.atomic_write import write_atomically
-from ...circuits.errors import CallError
+from ...circuits.errors import CallError, QkovError
 from ...circuits.factored import Circuit
 from ..dynamics.model import SingleLayerAttention
 from ..dynamics.populations import directions, exact_population
@@ -88,6 +88,7 @@ class Reproduction:
     plan: Plan
     runs: list[Run]
     versions: dict[str, str]
+    command: str
 
     def store(self, run: Run) -> RunStore:
         """Return the store of a run."""
@@ -122,7 +123,9 @@ class _Batch:
         return f"{self.parameterization.value}{kind}_r{ratio:g}"
 
 
-def reproduce(plan: Plan, folder: Path, progress: Callable[[int, int, str], None] | None = None) -> Reproduction:
+def reproduce(
+    plan: Plan, folder: Path, progress: Callable[[int, int, str], None] | None = None, command: str = ""
+) -> Reproduction:
     """Train every run of the plan, save its checkpoints, and track them through the pipeline that any run goes through.
 
     Writes runs/NAME/step_*.safetensors, stores/NAME and, last, reproduction.json. What an earlier reproduction left
@@ -132,9 +135,11 @@ def reproduce(plan: Plan, folder: Path, progress: Callable[[int, int, str], None
         plan: what to train.
         folder: to write into.
         progress: called with how much is done, of how much, and what it is at.
+        command: that asked for it, for the report.
 
     Raises:
         CallError: the folder holds something that is no reproduction.
+        QkovError: a run did not come down to all losses of the plan.
     """
     _make_room(folder)
     batches = [
@@ -168,7 +173,7 @@ def reproduce(plan: Plan, folder: Path, progress: Callable[[int, int, str], None
         for batch in batches
         for ratio in batch.ratios
     ]
-    reproduction = Reproduction(folder, plan, runs, versions())
+    reproduction = Reproduction(folder, plan, runs, versions(), command)
     write_atomically(folder / _DESCRIPTION, json.dumps(_as_json(reproduction), indent=1).encode())
     return reproduction
 
@@ -221,6 +226,7 @@ def open_reproduction(folder: Path) -> Reproduction:
                 for run in described["runs"]
             ],
             versions=described["versions"],
+            command=described["command"],
         )
     except CallError:
         raise
@@ -254,6 +260,8 @@ def _train(plan: Plan, batch: _Batch, folder: Path) -> _Reached:
             "start": asdict(batch.start),
             "setting": asdict(plan.setting),
             "step": plan.step,
+            "imbalance": batch.imbalance,
+            "spread": batch.spread,
         }
         for ratio in batch.ratios
     ]
@@ -270,14 +278,18 @@ def _train(plan: Plan, batch: _Batch, folder: Path) -> _Reached:
         [folder / "runs" / name for name in names],
         settings,
         batch.ratios,
-        log_spaced_steps(_STEPS_AT_MOST, plan.checkpoints),
+        log_spaced_steps(_LAST_SPACED_STEP, plan.checkpoints),
     )
+    for name, losses in zip(names, reached, strict=True):
+        missed = [loss for loss in plan.losses if loss not in losses]
+        if missed:
+            raise QkovError(f"the run {name} did not come down to a loss of {missed[0]:g}; use a larger step")
     return dict(zip(names, reached, strict=True))
 
 
 # A relative step of 0.004 comes down to a loss of 1e-8 in fewer steps; only the spacing of the checkpoints depends on
 # it.
-_STEPS_AT_MOST = 10_000
+_LAST_SPACED_STEP = 10_000
 
 
 def _make_room(folder: Path) -> None:
@@ -299,4 +311,5 @@ def _as_json(reproduction: Reproduction) -> dict[str, Any]:
         "plan": asdict(reproduction.plan),
         "runs": [{**asdict(run), "parameterization": run.parameterization.value} for run in reproduction.runs],
         "versions": reproduction.versions,
+        "command": reproduction.command,
     }

@@ -1,6 +1,7 @@
 """Saved runs: the same seed and settings give the same files, and what they say of a step is so."""
 
 import numpy as np
+import pytest
 import torch
 from qkov.analyses.dynamics.model import SingleLayerAttention
 from qkov.analyses.dynamics.populations import directions, exact_population
@@ -67,6 +68,16 @@ def test_omega_tells_the_step_of_balanced_factors_only(tmp_path):
                 assert scalars[f"exact_error_{circuit}"] < 0.02
 
 
+def test_a_step_up_the_gradient_has_a_cosine_below_zero():
+    generator = torch.Generator().manual_seed(0)
+    A, B, G = (torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in ((4, 4), (4, 4), (4, 4)))
+    up = Circuit(A @ B + 1e-3 * (A @ A.mT @ G + G @ B.mT @ B))
+    figures = step_agreement(Circuit(A, B), up, G, 1e-3)
+    assert figures["exact_cosine"] == pytest.approx(-1)
+    assert figures["gradient_cosine"] < 0
+    assert figures["exact_error"] == pytest.approx(2)
+
+
 def test_step_agreement_against_dense_algebra():
     rng = np.random.default_rng(0)
     A, B, G_A, G_B = (rng.standard_normal(shape) for shape in ((6, 2), (2, 5), (6, 2), (2, 5)))
@@ -84,6 +95,13 @@ def test_step_agreement_against_dense_algebra():
     omega = (left * s) @ left.T @ G + G @ (right.T * s) @ right
     exact = A @ A.T @ G + G @ B.T @ B
     taken = after - C
+    assert figures["gradient_cosine"] == pytest.approx(
+        np.sum(-G * taken) / np.linalg.norm(G) / np.linalg.norm(taken), rel=1e-10
+    )
+    best = np.sum(G * taken) / np.sum(G * G)
+    assert figures["gradient_error"] == pytest.approx(
+        np.linalg.norm(taken - best * G) / np.linalg.norm(taken), rel=1e-8
+    )
     for name, step in (("omega", -rate * omega), ("exact", -rate * exact)):
         cosine = np.sum(step * taken) / np.linalg.norm(step) / np.linalg.norm(taken)
         np.testing.assert_allclose(figures[f"{name}_cosine"], cosine, rtol=1e-10)

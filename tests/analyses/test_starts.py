@@ -52,7 +52,8 @@ def test_a_spread_start_is_balanced_with_unequal_singular_values():
         assert circuit.right is not None
         left, right = circuit.left.detach()[0, 0], circuit.right.detach()[0, 0]
         torch.testing.assert_close(left.T @ left, right @ right.T, rtol=1e-12, atol=1e-13)
-        expected = scale * torch.linspace(2, 0, count, dtype=torch.float64).exp()
+        expected = torch.linspace(2, 0, count, dtype=torch.float64).exp()
+        expected *= scale / expected.mean()
         torch.testing.assert_close(torch.linalg.svdvals(left @ right)[:count], expected, rtol=1e-12, atol=0)
 
 

@@ -12,6 +12,7 @@ from qkov.circuits.saved_format import save_checkpoint
 from qkov.reports import run_report
 from qkov.reports.page import number
 from qkov.reports.panels import Panel
+from qkov.reports.panels import draw as draw_panel
 from qkov.reports.run_report import write_run_report
 
 
@@ -31,11 +32,10 @@ def store_of(folder, steps, layers=1, heads=2):
 def drawn(monkeypatch) -> list[Panel]:
     """Every panel that a report draws."""
     panels: list[Panel] = []
-    real = run_report.draw
 
     def draw(panel: Panel, **options):
         panels.append(panel)
-        return real(panel, **options)
+        return draw_panel(panel, **options)
 
     monkeypatch.setattr(run_report, "draw", draw)
     return panels
