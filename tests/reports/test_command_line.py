@@ -227,7 +227,14 @@ def test_what_a_stranger_named_is_escaped(tmp_path, capsys):
 def test_interrupted_it_says_so_and_goes_on_from_there(tmp_path):
     folder = write_run(tmp_path / "run", steps=range(400))
     command = [sys.executable, "-m", "qkov.reports", "track", str(folder), "--out", str(tmp_path / "store")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background has its children ignore Ctrl-C; this one is to hear it.
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     store = RunStore(tmp_path / "store")
     deadline = time.monotonic() + 60
     while not (store.steps_folder.exists() and store.steps()):
