@@ -143,20 +143,16 @@ def _steps(files: list[Path]) -> list[int]:
 
 def _demand_consistent(layer: int, weights: dict, path: Path) -> None:
     """Heads and inner widths of the pairs that form a circuit must agree."""
-    for first, second, axis, what in (
-        ("W_Q", "W_K", 0, "heads"),
-        ("W_V", "W_O", 0, "heads"),
-        ("W_Q", "W_K", 2, "d_head"),
+    for first, of_first, second, of_second, what in (
+        ("W_Q", 0, "W_K", 0, "heads"),
+        ("W_V", 0, "W_O", 0, "heads"),
+        ("W_Q", 2, "W_K", 2, "d_head"),
+        ("W_V", 2, "W_O", 1, "d_head"),
     ):
         if first in weights and second in weights:
-            sizes = weights[first].shape[axis], weights[second].shape[axis]
+            sizes = weights[first].shape[of_first], weights[second].shape[of_second]
             if sizes[0] != sizes[1]:
                 raise QkovError(
                     f"layer {layer} of {path}: {first} has {what} = {sizes[0]} and {second} has {sizes[1]}; "
                     f"they should agree (is the number of heads right?)"
                 )
-    if "W_V" in weights and "W_O" in weights and weights["W_V"].shape[2] != weights["W_O"].shape[1]:
-        raise QkovError(
-            f"layer {layer} of {path}: W_V has d_head = {weights['W_V'].shape[2]} and W_O has "
-            f"{weights['W_O'].shape[1]}; they should agree"
-        )

@@ -23,11 +23,11 @@ TARGETS = {
 }
 
 _SCORES_IN = ("Q", "K", "V")
-_COLLAPSED = {"QK": "head key query", "OV": "head write read"}
+_COLLAPSED = {role: TARGETS[role] for role in ("QK", "OV")}
 LAYOUTS: dict[str, dict[str, str]] = {
     "linear": {**dict.fromkeys(_SCORES_IN, "(head d_head) d_model"), "O": "d_model (head d_head)", **_COLLAPSED},
     "conv1d": {**dict.fromkeys(_SCORES_IN, "d_model (head d_head)"), "O": "(head d_head) d_model", **_COLLAPSED},
-    "transformer_lens": {**dict.fromkeys(_SCORES_IN, "head d_model d_head"), "O": "head d_head d_model", **_COLLAPSED},
+    "transformer_lens": {role: axes for role, axes in TARGETS.items() if role != "QKV"},
 }
 _KEYS = {"prefix", "heads", "layout", "rotary", "tensors", "scalars"}
 

@@ -66,20 +66,8 @@ def own_scalars(file: TensorFile) -> dict[str, float]:
     Raises:
         QkovError: the metadata is damaged.
     """
-    return {name: float(value) for name, value in _metadata(file, "scalars").items()}
-
-
-def own_settings(file: TensorFile) -> dict[str, Any]:
-    """Return what made the run.
-
-    Raises:
-        QkovError: the metadata is damaged.
-    """
-    return _metadata(file, "settings")
-
-
-def _metadata(file: TensorFile, entry: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.metadata[_KEY])[entry])
-    except (KeyError, ValueError, TypeError) as error:
-        raise QkovError(f"{file.path} says it is a {FORMAT!r}, and the {entry} in its metadata are damaged") from error
+        scalars = json.loads(file.metadata[_KEY])["scalars"]
+        return {name: float(value) for name, value in scalars.items()}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise QkovError(f"{file.path} says it is a {FORMAT!r}, and the scalars in its metadata are damaged") from error

@@ -324,7 +324,5 @@ def _head_rows(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
     for label, table in tables.items():
         for row in _last_rows(table).to_dict("records"):
             cells = [number(row.get(column), 4) for column in columns]
-            rows.append(
-                {"run": label, **{key: row[key] for key in ("step", "layer", "head", "circuit")}, "cells": cells}
-            )
+            rows.append({"run": label, **{key: row[key] for key in ("layer", "head", "circuit")}, "cells": cells})
     return {"columns": list(columns.values()), "rows": rows[:_ROWS]}

@@ -75,9 +75,7 @@ def matched_loss_table(reproduction: Reproduction, measured: Trajectories) -> pd
                     "alpha_predicted": float(predicted.attention),
                 }
             )
-    table = pd.DataFrame(rows)
-    difference = [abs(table[mu] / table[f"{mu}_predicted"] - 1) for mu in ("mu_qk", "mu_ov")]
-    return table.assign(difference=np.maximum(*difference))
+    return _with_difference(pd.DataFrame(rows), "", "_predicted")
 
 
 #: Losses beyond those that training comes to, at which theory alone says where attention goes.
@@ -237,16 +235,14 @@ def rescaled_table(reproduction: Reproduction, measured: Trajectories) -> pd.Dat
                 row[f"{figure}_collapsed"] = collapsed.loc[step, figure]
                 row[f"{figure}_factorized"] = traced.loc[other.reached[loss], figure]
             rows.append(row)
-    table = pd.DataFrame(rows)
-    difference = [abs(table[f"{mu}_collapsed"] / table[f"{mu}_factorized"] - 1) for mu in ("mu_qk", "mu_ov")]
-    return table.assign(difference=np.maximum(*difference))
+    return _with_difference(pd.DataFrame(rows), "_collapsed", "_factorized")
 
 
 def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
     """Return for every factorized circuit how the steps taken compare with Omega(C) G and with the exact operator.
 
     Columns: kind, parameterization, ratio, circuit; omega_cosine (smallest over the saved steps), omega_error
-    (largest), exact_error (largest), gradient_cosine (smallest: of -G, without a preconditioner), and
+    (largest), exact_cosine and exact_error likewise, gradient_cosine (smallest: of -G, without a preconditioner), and
     omega_cosine_start, the cosine at the first step.
     """
     rows = []
@@ -274,3 +270,9 @@ def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> 
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _with_difference(table: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
+    """Add the larger relative difference of mu_qk and mu_ov between columns of two endings."""
+    differences = [abs(table[f"{mu}{one}"] / table[f"{mu}{other}"] - 1) for mu in ("mu_qk", "mu_ov")]
+    return table.assign(difference=np.maximum(*differences))

@@ -171,7 +171,8 @@ def _rows(
     along = _layers(reference, opened, keep, checkpoint)
     for weights, earlier, referred in zip(current.layers(), before, along, strict=False):
         figures: dict[str, dict[str, Any]] = {}
-        for name, circuit in weights.circuits().items():
+        circuits = weights.circuits()
+        for name, circuit in circuits.items():
             direction = None
             if directions is not None:
                 direction = directions.circuits[name]
@@ -183,7 +184,7 @@ def _rows(
                 values |= motion(circuit, old, checkpoint.step - previous.step)
             figures[name] = dict.fromkeys(MOTION) | {figure: value.tolist() for figure, value in values.items()}
         speeds = {name: values["relative_speed"] for name, values in figures.items()}
-        for name, circuit in weights.circuits().items():
+        for name, circuit in circuits.items():
             finite = _finite(circuit)
             for head in range(circuit.shape[0]):
                 of_head = {figure: value and value[head] for figure, value in figures[name].items()}
