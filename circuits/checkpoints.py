@@ -1,5 +1,7 @@
 """Find, order and open checkpoints, reading their attention tensors only, one layer at a time."""
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,21 +9,61 @@ from pathlib import Path
 
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
+from .hub import revisions_of
 from .mapping import Mapping, seen
+from .named_tensors import TensorFile
+from .places import Place, place_of
 from .saved_format import is_own, own_mapping, own_scalars
-from .tensor_files import SUFFIXES, TensorFile, fingerprint, open_tensor_file
+from .sharded_weights import read_index
+from .sidecars import TRAINER_STATE, global_step, read_config, sidecars_of
+from .step_names import marked_step, steps_of
+from .tensor_files import open_weights, weights_at
+from .weight_folders import Contents, contents_of, nothing_in
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One file of a training run, at a step; nothing of it is read yet."""
+    """The weights of a training run at a step; nothing of them is read yet.
+
+    Attributes:
+        step: of training.
+        address: a path or an fsspec address, of a file or a folder.
+    """
 
     step: int
-    path: Path
+    address: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the address."""
+        return place_of(self.address).name
 
     def fingerprint(self) -> str:
-        """Return a hash that changes when the file does."""
-        return fingerprint(self.path)
+        """Return a hash that changes when one of its files does: weights, config, state of the trainer.
+
+        Raises:
+            QkovError: a file is missing or cannot be read.
+        """
+        weights = weights_at(place_of(self.address))
+        places, folder = [weights], weights.parent
+        if folder is not None:
+            if weights.name.endswith(".index.json"):
+                places += [folder.child(shard) for shard in sorted(set(read_index(weights).values()))]
+            places += sidecars_of(folder).places
+        return hashlib.blake2b(json.dumps([place.stamp() for place in places]).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Run:
+    """The checkpoints of a training run in the order of their steps, and what of it is no checkpoint.
+
+    Attributes:
+        checkpoints: at least one.
+        left_out: why, by the name of the file or folder.
+    """
+
+    checkpoints: list[Checkpoint]
+    left_out: dict[str, str]
 
 
 class OpenCheckpoint:
@@ -53,7 +95,7 @@ class OpenCheckpoint:
             if key not in self.file.scalars:
                 held = ", ".join(sorted(self.file.scalars)[:12]) or "none"
                 raise QkovError(
-                    f"{self.file.path} has no scalar {key}, which {self.mapping.origin} names; it has {held}"
+                    f"{self.file.address} has no scalar {key}, which {self.mapping.origin} names; it has {held}"
                 )
             figures[name] = self.file.scalars[key]
         return figures
@@ -67,36 +109,115 @@ class OpenCheckpoint:
         for layer in self.layer_numbers:
             weights = {}
             for role, name in self._names[layer].items():
-                for part, tensor in self.mapping.arrange(role, self.file.read(name), name).items():
+                for part, tensor in self.mapping.arrange(role, self.file.read([name])[name], name).items():
                     weights[f"W_{part}"] = tensor
-            _demand_consistent(layer, weights, self.file.path)
+            _demand_consistent(layer, weights, self.file.address)
             yield AttentionWeights.of(layer, weights, self.mapping.rotary)
 
 
-def find_checkpoints(path: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a folder in the order of their steps, or the one that a file is.
+def find_checkpoints(run: Path | str, revisions: str | None = None) -> list[Checkpoint]:
+    """Return the checkpoints of a run in the order of their steps; `find_run` says what was left out as well."""
+    return find_run(run, revisions).checkpoints
 
-    The step is the number behind "step" in the file's name, else the one whole number that tells the names apart.
-    Order is numerical.
+
+def find_run(run: Path | str, revisions: str | None = None) -> Run:
+    """Find the checkpoints of a run: one file, the folder of a model, a folder of files or of folders, or revisions.
+
+    Args:
+        run: a path, an fsspec address, or a hub id `organisation/model@revision`.
+        revisions: which revisions of a model on the hub are the checkpoints, such as `step*`.
 
     Raises:
-        CallError: there is no such folder or file, it holds no checkpoint, the names do not tell the steps, or two have
-            the same one.
+        CallError: there is no such run, it holds no checkpoint, the names do not tell the steps, or two have the same
+            one.
+        QkovError: what it holds cannot be read as it is, or its place cannot be reached.
     """
-    if path.is_file():
-        return [Checkpoint(_steps([path])[0], path)]
-    if not path.is_dir():
-        raise CallError(f"{path} does not exist; expected a folder of checkpoints, or one checkpoint")
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.suffix in SUFFIXES)
-    if not files:
-        held = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
-        raise CallError(f"{path} holds no checkpoint: expected files that end in {', '.join(SUFFIXES)}, found {held}")
-    by_step: dict[int, Path] = {}
-    for file, step in zip(files, _steps(files), strict=True):
+    if revisions is not None:
+        return Run(_in_order(revisions_of(str(run), revisions), str(run)), {})
+    place = place_of(run)
+    if place.is_folder():
+        return _run_of_folder(place)
+    if place.is_file():
+        return Run(_in_order([(place.name, place)], str(run)), {})
+    raise CallError(f"{place} does not exist; expected a folder of checkpoints, or one checkpoint")
+
+
+def _run_of_folder(folder: Place) -> Run:
+    contents = contents_of(folder)
+    members, left_out = _members(contents)
+    if members:
+        checkpoints = _in_order([(member.name, member) for member in members], str(folder))
+        left_out |= dict.fromkeys((place.name for place in contents.loose), "lies beside folders of checkpoints")
+        if contents.weights is not None:
+            step, steps = _trainer_step(folder), {checkpoint.step for checkpoint in checkpoints}
+            if step is None:
+                left_out[contents.weights.name] = f"no {TRAINER_STATE} says of which step it is"
+            elif step in steps:
+                left_out[contents.weights.name] = f"is of step {step}, which has a folder of its own"
+            else:
+                checkpoints = sorted([*checkpoints, Checkpoint(step, folder.address)], key=lambda each: each.step)
+        return Run(checkpoints, left_out)
+    if contents.weights is not None:
+        return Run([Checkpoint(_step_of(folder), folder.address)], left_out)
+    if contents.refusal is not None:
+        raise QkovError(contents.refusal)
+    if len(contents.loose) == 1 and not re.search(r"\d", contents.loose[0].name):
+        return Run([Checkpoint(_step_of(folder), contents.loose[0].address)], left_out)
+    if contents.loose:
+        return Run(_in_order([(place.name, place) for place in contents.loose], str(folder)), left_out)
+    if left_out:
+        name, why = next(iter(left_out.items()))
+        raise QkovError(f"{folder} holds no checkpoint that can be read: {name} {why}")
+    raise CallError(nothing_in(folder, contents))
+
+
+def _members(contents: Contents) -> tuple[list[Place], dict[str, str]]:
+    """The folders that are checkpoints of a run, and why others are none that look as if they were."""
+    found: list[Place] = []
+    left_out: dict[str, str] = {}
+    for folder in contents.folders:
+        marked = marked_step(folder.name) is not None
+        if contents.weights is not None and not marked:
+            # A model's own folder has folders of other things, such as another format of the same weights.
+            continue
+        if folder.name.startswith("tmp-"):
+            left_out[folder.name] = "is unfinished"
+            continue
+        inner = contents_of(folder)
+        if inner.weights is not None or len(inner.loose) == 1:
+            found.append(folder)
+        elif inner.loose:
+            left_out[folder.name] = f"holds {len(inner.loose)} files of weights, and nothing says which counts"
+        elif inner.refusal is not None:
+            left_out[folder.name] = f"cannot be read: {inner.refusal}"
+        elif marked:
+            left_out[folder.name] = "holds no weights (yet)"
+    if any(marked_step(folder.name) is not None for folder in found):
+        unmarked = [folder.name for folder in found if marked_step(folder.name) is None]
+        left_out |= dict.fromkeys(unmarked, "has no step in its name")
+        found = [folder for folder in found if folder.name not in unmarked]
+    return found, left_out
+
+
+def _in_order(named: list[tuple[str, Place]], where: str) -> list[Checkpoint]:
+    by_step: dict[int, tuple[str, Place]] = {}
+    steps = steps_of([name for name, _ in named], where)
+    for (name, place), step in zip(named, steps, strict=True):
         if step in by_step:
-            raise CallError(f"{by_step[step].name} and {file.name} in {path} are both of step {step}; keep one of them")
-        by_step[step] = file
-    return [Checkpoint(step, by_step[step]) for step in sorted(by_step)]
+            raise CallError(f"{by_step[step][0]} and {name} in {where} are both of step {step}; keep one of them")
+        by_step[step] = name, place
+    return [Checkpoint(step, by_step[step][1].address) for step in sorted(by_step)]
+
+
+def _step_of(folder: Place) -> int:
+    """The step of one model: by its folder's name, else by its trainer's state, else 0."""
+    marked = marked_step(folder.name)
+    return marked if marked is not None else _trainer_step(folder) or 0
+
+
+def _trainer_step(folder: Place) -> int | None:
+    state = folder.child(TRAINER_STATE)
+    return global_step(read_config(state)) if state.is_file() else None
 
 
 def open_checkpoint(path: Path | str, mapping: Mapping | None = None, trust_pickle: bool = False) -> OpenCheckpoint:
@@ -106,7 +227,7 @@ def open_checkpoint(path: Path | str, mapping: Mapping | None = None, trust_pick
         CallError: there is no such file.
         QkovError: the file cannot be read, or its names are not recognised and no mapping was given.
     """
-    file = open_tensor_file(Path(path), trust_pickle)
+    file = open_weights(path, trust_pickle)
     if mapping is not None:
         return OpenCheckpoint(file, mapping, f"by {mapping.origin}")
     if is_own(file):
@@ -117,31 +238,7 @@ def open_checkpoint(path: Path | str, mapping: Mapping | None = None, trust_pick
     )
 
 
-def _steps(files: list[Path]) -> list[int]:
-    """The step of each file: the number behind "step" in its name, else the one whole number that tells them apart."""
-    marked = [re.findall(r"step\D{0,2}(\d+)", file.stem, flags=re.IGNORECASE) for file in files]
-    if any(marked):
-        for file, found in zip(files, marked, strict=True):
-            if not found:
-                raise CallError(
-                    f"the name of {file} has no step in it; expected one such as model_step_500{file.suffix}"
-                )
-        return [int(found[-1]) for found in marked]
-    # A decimal fraction, such as a loss, is no step.
-    numbers = [[n for n in re.findall(r"\d+(?:\.\d+)?", file.stem) if "." not in n] for file in files]
-    if len(files) == 1:
-        return [int(numbers[0][0]) if len(numbers[0]) == 1 else 0]
-    columns = list(zip(*numbers, strict=False)) if len({len(found) for found in numbers}) == 1 else []
-    telling = [column for column in columns if len(set(column)) > 1]
-    if len(telling) != 1:
-        raise CallError(
-            f"the names of {files[0].name}, {files[-1].name} and their like in {files[0].parent} do not say which "
-            f"number is the step; put 'step' before it, as in model_step_500{files[0].suffix}"
-        )
-    return [int(number) for number in telling[0]]
-
-
-def _demand_consistent(layer: int, weights: dict, path: Path) -> None:
+def _demand_consistent(layer: int, weights: dict, path: str) -> None:
     """Heads and inner widths of the pairs that form a circuit must agree."""
     for first, of_first, second, of_second, what in (
         ("W_Q", 0, "W_K", 0, "heads"),

@@ -31,7 +31,7 @@ def inspect_checkpoint(checkpoint: Checkpoint, opened: OpenCheckpoint) -> dict[s
         )
     mapping = opened.mapping
     return {
-        "path": str(checkpoint.path),
+        "path": checkpoint.address,
         "step": checkpoint.step,
         "recognised": opened.recognised,
         "tensors": len(opened.file.shapes),

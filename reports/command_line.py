@@ -134,7 +134,7 @@ def inspect(
 
     found = find_checkpoints(checkpoint)
     named = None if mapping is None else read_mapping(mapping)
-    facts = inspect_checkpoint(found[-1], open_checkpoint(found[-1].path, named, trust_pickle))
+    facts = inspect_checkpoint(found[-1], open_checkpoint(found[-1].address, named, trust_pickle))
     facts["steps"] = [each.step for each in found]
     if as_json:
         _print_json(facts)

@@ -75,7 +75,7 @@ def track(
         CallError: the run is not there, or the store is of another run or made with another mapping or reference.
         QkovError: a checkpoint cannot be read, or two of them have circuits of different shape.
     """
-    checkpoints = find_checkpoints(Path(run))
+    checkpoints = find_checkpoints(run)
     target = RunStore(store)
     settings = {
         "mapping": None if mapping is None else _mapping_settings(mapping),
@@ -96,7 +96,7 @@ def track(
             "reference_step": reference_step,
             "versions": versions(),
             "checkpoints": [
-                {"step": checkpoint.step, "uri": str(checkpoint.path), "fingerprint": fingerprints[checkpoint.step]}
+                {"step": checkpoint.step, "uri": checkpoint.address, "fingerprint": fingerprints[checkpoint.step]}
                 for checkpoint in checkpoints
             ],
             "no_longer_there": gone,
@@ -141,7 +141,7 @@ class _Opened:
     def __call__(self, checkpoint: Checkpoint, keep: tuple[int, ...] = ()) -> OpenCheckpoint:
         self.held = {step: held for step, held in self.held.items() if step in (*keep, checkpoint.step)}
         if checkpoint.step not in self.held:
-            self.held[checkpoint.step] = open_checkpoint(checkpoint.path, self.mapping, self.trust_pickle)
+            self.held[checkpoint.step] = open_checkpoint(checkpoint.address, self.mapping, self.trust_pickle)
         return self.held[checkpoint.step]
 
 
@@ -214,7 +214,7 @@ def _layers(
     wanted = opened(current, keep).layer_numbers
     if layers.layer_numbers != wanted:
         raise QkovError(
-            f"{checkpoint.path} has the layers {layers.layer_numbers} and {current.path} has {wanted}: "
+            f"{checkpoint.address} has the layers {layers.layer_numbers} and {current.address} has {wanted}: "
             f"the checkpoints of one run should have the same"
         )
     yield from layers.layers()
@@ -228,8 +228,8 @@ def _counterpart(
     if other is None or other.shape != circuit.shape:
         shape = "none" if other is None else f"one of shape {tuple(other.shape)}"
         raise QkovError(
-            f"{checkpoint.path.name} has a W_{name} of shape {tuple(circuit.shape)} [head, rows, columns] and "
-            f"{other_checkpoint.path.name} has {shape}: the checkpoints of one run should agree"
+            f"{checkpoint.name} has a W_{name} of shape {tuple(circuit.shape)} [head, rows, columns] and "
+            f"{other_checkpoint.name} has {shape}: the checkpoints of one run should agree"
         )
     return other
 

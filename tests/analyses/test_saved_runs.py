@@ -61,7 +61,7 @@ def test_omega_tells_the_step_of_balanced_factors_only(tmp_path):
     for imbalance, tells in ((0.0, True), (1.5, False)):
         folders, _ = saved(tmp_path / str(imbalance), imbalance)
         for checkpoint in find_checkpoints(folders[0])[:3]:
-            scalars = open_checkpoint(checkpoint.path).scalars
+            scalars = open_checkpoint(checkpoint.address).scalars
             for circuit in ("qk", "ov"):
                 assert (scalars[f"omega_cosine_{circuit}"] > 0.999) == tells
                 # The exact operator leaves out only the second order of the step, here 1 % of the first.

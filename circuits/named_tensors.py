@@ -1,0 +1,53 @@
+"""Weights as a flat table of named tensors, whatever file, folder or place they come from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+#: A value that stands beside the tensors of a file: n_head, a loss, the name of an activation.
+Plain = bool | int | float | str
+
+
+class TensorFile(ABC):
+    """A flat table of named tensors; no tensor is read before it is asked for.
+
+    Attributes:
+        address: the path or URL, as messages tell it.
+        shapes: of every tensor by name; names of nested dictionaries are joined with dots.
+        metadata: of a safetensors file.
+        values: plain values beside the tensors, such as `model_args.n_head`, names joined with dots.
+        config: what says the model's numbers, or None.
+        config_origin: where the config stood: "config.json", "model_args in the file" and so on.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __init__(self, address: str) -> None:
+        """Begin with a table that holds nothing."""
+        self.address = address
+        self.shapes = {}
+        self.metadata: dict[str, str] = {}
+        self.values: dict[str, Plain] = {}
+        self.config: dict[str, Any] | None = None
+        self.config_origin: str | None = None
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The numbers among the values."""
+        return {
+            name: float(value)
+            for name, value in self.values.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+
+    @abstractmethod
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors of those names, on the CPU and as they are stored.
+
+        Asked for several at once, so that one request can bring what lies side by side.
+
+        Raises:
+            QkovError: the place cannot be reached, or the file is not what its header or index says.
+        """

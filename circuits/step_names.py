@@ -1,0 +1,67 @@
+"""Steps of training, told by the names of files, folders and revisions."""
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from .errors import CallError
+
+#: Words that stand before a step, the surest first.
+_MARKS = (
+    re.compile(r"step\D{0,2}(\d+)", re.IGNORECASE),
+    *(
+        re.compile(rf"(?<![a-z]){word}\D{{0,2}}(\d+)", re.IGNORECASE)
+        for word in ("iteration", "iter", "checkpoint", "ckpt", "epoch")
+    ),
+)
+_ENDINGS = re.compile(r"\.(safetensors|pt|pth|ckpt|bin)$")
+
+
+def marked_step(name: str) -> int | None:
+    """Return the number behind the surest word for a step in a name, or None where there is no such word."""
+    for mark in _MARKS:
+        found = mark.findall(_stem(name))
+        if found:
+            return int(found[-1])
+    return None
+
+
+def steps_of(names: Sequence[str], where: str) -> list[int]:
+    """Return the step of each name.
+
+    It is the number behind "step" where a name has that, else the number behind another word for it that all names
+    have, else the one whole number that tells them apart.
+
+    Args:
+        names: of the files, folders or revisions of one run.
+        where: they are, for the message.
+
+    Raises:
+        CallError: the names do not tell.
+    """
+    for mark in _MARKS:
+        marked = [mark.findall(_stem(name)) for name in names]
+        if all(marked):
+            return [int(found[-1]) for found in marked]
+        if mark is _MARKS[0] and any(marked):
+            unmarked = next(name for name, found in zip(names, marked, strict=True) if not found)
+            raise CallError(
+                f"the name of {unmarked} in {where} has no step in it; expected one such as "
+                f"model_step_500{PurePath(unmarked).suffix}"
+            )
+    # A decimal fraction, such as a loss, is no step.
+    numbers = [[n for n in re.findall(r"\d+(?:\.\d+)?", _stem(name)) if "." not in n] for name in names]
+    if len(names) == 1:
+        return [int(numbers[0][0]) if len(numbers[0]) == 1 else 0]
+    columns = list(zip(*numbers, strict=False)) if len({len(found) for found in numbers}) == 1 else []
+    telling = [column for column in columns if len(set(column)) > 1]
+    if len(telling) != 1:
+        raise CallError(
+            f"the names of {names[0]}, {names[-1]} and their like in {where} do not say which number is the step; "
+            f"put 'step' before it, as in model_step_500{PurePath(names[0]).suffix}"
+        )
+    return [int(number) for number in telling[0]]
+
+
+def _stem(name: str) -> str:
+    return _ENDINGS.sub("", name)
