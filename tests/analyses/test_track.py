@@ -213,7 +213,7 @@ def test_a_damaged_head_is_flagged_and_the_rest_measured(tmp_path):
 
 def test_zero_and_rank_deficient_factors_are_measured(tmp_path):
     run = tmp_path / "run"
-    zero = [AttentionWeights.of(0, {name: torch.zeros(1, 6, 3) for name in ("W_Q", "W_K")})]
+    zero = [AttentionWeights(0, W_Q=torch.zeros(1, 6, 3), W_K=torch.zeros(1, 6, 3))]
     save_checkpoint(run, 0, zero, {}, {})
     one = torch.zeros(1, 6, 3)
     one[0, 0, 0] = 2.0

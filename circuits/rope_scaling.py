@@ -1,0 +1,86 @@
+"""The frequencies of rotary positions that were stretched for longer contexts."""
+
+import math
+from collections.abc import Mapping as Dictionary
+from typing import Any
+
+from .errors import QkovError
+from .rotary import Pairing, Rotary
+
+_UNSCALED = ("default", "dynamic")
+
+
+def scaled_rotary(
+    d_head: int,
+    dims: int,
+    base: float,
+    pairing: Pairing,
+    scaling: Dictionary[str, Any] | None,
+    max_positions: int | None,
+) -> Rotary:
+    """Return the rotary positions of a head, with the scaling as a transformers config states it.
+
+    default and linear are base^(-2i/dims), divided by the factor; llama3 divides the long wavelengths only (Dubey et
+    al. 2024). Dynamic scaling begins beyond the length of training, and is left out. Other kinds are what transformers
+    computes for them.
+
+    Args:
+        d_head: of the head.
+        dims: how many of them rotate.
+        base: of the frequencies.
+        pairing: of the dimensions.
+        scaling: `rope_scaling` or `rope_parameters` of the config.
+        max_positions: `max_position_embeddings` of the config.
+
+    Raises:
+        QkovError: the kind of scaling is not known, or lacks a number.
+    """
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    try:
+        if kind in _UNSCALED:
+            return Rotary.of_base(dims, base, pairing)
+        if kind == "linear":
+            return Rotary.of_base(dims, base, pairing, factor=float(scaling["factor"]))
+        if kind == "llama3":
+            return _llama3(Rotary.of_base(dims, base, pairing), scaling)
+        return _by_transformers(kind, d_head, dims, base, pairing, dict(scaling), max_positions)
+    except (KeyError, TypeError, ValueError) as error:
+        raise QkovError(
+            f"the rotary scaling {kind!r} of the config cannot be used: {dict(scaling)} ({error!r})"
+        ) from error
+
+
+def _llama3(rotary: Rotary, scaling: Dictionary[str, Any]) -> Rotary:
+    """Wavelengths up to length/high stay, those above length/low are stretched by the factor, between them a blend."""
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    length = float(scaling["original_max_position_embeddings"])
+    scaled = []
+    for frequency in rotary.frequencies or ():
+        turns = length * frequency / (2 * math.pi)
+        blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+        scaled.append(frequency * (blend + (1 - blend) / factor))
+    return Rotary(dims=rotary.dims, pairing=rotary.pairing, frequencies=tuple(scaled))
+
+
+def _by_transformers(
+    kind: str, d_head: int, dims: int, base: float, pairing: Pairing, scaling: dict[str, Any], max_positions: int | None
+) -> Rotary:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join((*_UNSCALED, *ROPE_INIT_FUNCTIONS))
+        raise QkovError(f"the rotary scaling {kind!r} of the config is not known; known are {known}")
+    stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
+    lengths = {} if max_positions is None else {"max_position_embeddings": max_positions}
+    config = LlamaConfig(
+        hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_parameters=scaling | stated, **lengths
+    )
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
+    return Rotary(
+        dims=2 * len(frequencies),
+        pairing=pairing,
+        frequencies=tuple(frequencies.double().tolist()),
+        amplitude=float(amplitude),
+    )
