@@ -1,21 +1,40 @@
 """Weights to circuits: the algebra of factored matrices, and checkpoint reading."""
 
+from .attention_weights import AttentionFacts, AttentionWeights
+from .checkpoints import Checkpoint, find_checkpoints
 from .errors import CallError, QkovError
 from .factored import Circuit
+from .mapping import Mapping, read_mapping
+from .norms import BASES, Basis, HeadNorm, Norm
 from .preconditioner import Agreement, Eigenvalues, Preconditioner, agreement, exact_step, imbalance
+from .reading import OpenCheckpoint, open_checkpoint
+from .rotary import Rotary
 from .scales import measure
 from .spectrum import ThinSVD
 
 __all__ = [
+    "BASES",
     "Agreement",
+    "AttentionFacts",
+    "AttentionWeights",
+    "Basis",
     "CallError",
+    "Checkpoint",
     "Circuit",
     "Eigenvalues",
+    "HeadNorm",
+    "Mapping",
+    "Norm",
+    "OpenCheckpoint",
     "Preconditioner",
     "QkovError",
+    "Rotary",
     "ThinSVD",
     "agreement",
     "exact_step",
+    "find_checkpoints",
     "imbalance",
     "measure",
+    "open_checkpoint",
+    "read_mapping",
 ]

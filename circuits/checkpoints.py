@@ -1,23 +1,18 @@
-"""Find, order and open checkpoints, reading their attention tensors only, one layer at a time."""
+"""Find the checkpoints of a training run, and put them in order."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
 from .hub import revisions_of
-from .mapping import Mapping, seen
-from .named_tensors import TensorFile
 from .places import Place, place_of
-from .saved_format import is_own, own_mapping, own_scalars
 from .sharded_weights import read_index
 from .sidecars import TRAINER_STATE, global_step, read_config, sidecars_of
 from .step_names import marked_step, steps_of
-from .tensor_files import open_weights, weights_at
+from .tensor_files import weights_at
 from .weight_folders import Contents, contents_of, nothing_in
 
 
@@ -64,55 +59,6 @@ class Run:
 
     checkpoints: list[Checkpoint]
     left_out: dict[str, str]
-
-
-class OpenCheckpoint:
-    """A checkpoint whose tensors are known by name and are read layer by layer."""
-
-    def __init__(self, file: TensorFile, mapping: Mapping, recognised: str) -> None:
-        """Find the layers.
-
-        Raises:
-            QkovError: the file does not hold the tensors that the mapping names.
-        """
-        self.file = file
-        self.mapping = mapping
-        self.recognised = recognised
-        self._names = mapping.layers(set(file.shapes))
-        self.layer_numbers = sorted(self._names)
-
-    @property
-    def scalars(self) -> dict[str, float]:
-        """Figures saved beside the weights, such as the loss.
-
-        Raises:
-            QkovError: the mapping names a scalar that the file does not hold.
-        """
-        if is_own(self.file):
-            return own_scalars(self.file)
-        figures = {}
-        for name, key in self.mapping.scalars.items():
-            if key not in self.file.scalars:
-                held = ", ".join(sorted(self.file.scalars)[:12]) or "none"
-                raise QkovError(
-                    f"{self.file.address} has no scalar {key}, which {self.mapping.origin} names; it has {held}"
-                )
-            figures[name] = self.file.scalars[key]
-        return figures
-
-    def layers(self) -> Iterator[AttentionWeights]:
-        """Yield the attention weights of one layer after the other, so that no more than one is in memory.
-
-        Raises:
-            QkovError: a tensor's shape does not fit its layout.
-        """
-        for layer in self.layer_numbers:
-            weights = {}
-            for role, name in self._names[layer].items():
-                for part, tensor in self.mapping.arrange(role, self.file.read([name])[name], name).items():
-                    weights[f"W_{part}"] = tensor
-            _demand_consistent(layer, weights, self.file.address)
-            yield AttentionWeights.of(layer, weights, self.mapping.rotary)
 
 
 def find_checkpoints(run: Path | str, revisions: str | None = None) -> list[Checkpoint]:
@@ -218,38 +164,3 @@ def _step_of(folder: Place) -> int:
 def _trainer_step(folder: Place) -> int | None:
     state = folder.child(TRAINER_STATE)
     return global_step(read_config(state)) if state.is_file() else None
-
-
-def open_checkpoint(path: Path | str, mapping: Mapping | None = None, trust_pickle: bool = False) -> OpenCheckpoint:
-    """Open one checkpoint: its own names where it was saved by qkov, else those that the mapping gives.
-
-    Raises:
-        CallError: there is no such file.
-        QkovError: the file cannot be read, or its names are not recognised and no mapping was given.
-    """
-    file = open_weights(path, trust_pickle)
-    if mapping is not None:
-        return OpenCheckpoint(file, mapping, f"by {mapping.origin}")
-    if is_own(file):
-        return OpenCheckpoint(file, own_mapping(file), "as qkov's own format")
-    raise QkovError(
-        f"the tensor names of {path} are not recognised: {seen(set(file.shapes))}; "
-        f"say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml; the README shows one)"
-    )
-
-
-def _demand_consistent(layer: int, weights: dict, path: str) -> None:
-    """Heads and inner widths of the pairs that form a circuit must agree."""
-    for first, of_first, second, of_second, what in (
-        ("W_Q", 0, "W_K", 0, "heads"),
-        ("W_V", 0, "W_O", 0, "heads"),
-        ("W_Q", 2, "W_K", 2, "d_head"),
-        ("W_V", 2, "W_O", 1, "d_head"),
-    ):
-        if first in weights and second in weights:
-            sizes = weights[first].shape[of_first], weights[second].shape[of_second]
-            if sizes[0] != sizes[1]:
-                raise QkovError(
-                    f"layer {layer} of {path}: {first} has {what} = {sizes[0]} and {second} has {sizes[1]}; "
-                    f"they should agree (is the number of heads right?)"
-                )

@@ -11,7 +11,8 @@ from torch import Tensor
 from .atomic_write import write_atomically
 from .attention_weights import NAMES, AttentionWeights
 from .errors import QkovError
-from .mapping import LAYOUTS, Mapping
+from .layouts import LAYOUTS
+from .mapping import Mapping
 from .named_tensors import TensorFile
 
 FORMAT = "qkov checkpoint 1"
@@ -70,4 +71,6 @@ def own_scalars(file: TensorFile) -> dict[str, float]:
         scalars = json.loads(file.metadata[_KEY])["scalars"]
         return {name: float(value) for name, value in scalars.items()}
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise QkovError(f"{file.address} says it is a {FORMAT!r}, and the scalars in its metadata are damaged") from error
+        raise QkovError(
+            f"{file.address} says it is a {FORMAT!r}, and the scalars in its metadata are damaged"
+        ) from error

@@ -24,6 +24,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, fo
 Map = Annotated[
     Path | None, typer.Option("--map", help="TOML file that names the attention tensors, their layout and the heads.")
 ]
+Family = Annotated[
+    str | None, typer.Option(help="Read as this family of models, in place of what would be recognised.")
+]
+Heads = Annotated[int | None, typer.Option(min=1, help="Query heads, where neither config nor shapes tell them.")]
+Prefix = Annotated[str | None, typer.Option(help="Of the tensor names, where they are there under several.")]
+Revisions = Annotated[
+    str | None, typer.Option(help="For a hub id: the revisions to take as checkpoints, such as 'step*'.")
+]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Let a PyTorch file run the code it names. Only for files you know.")
 ]
@@ -122,20 +130,30 @@ def predict(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them (the last one is opened).")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, or a folder of them (the last one is opened): path, URL or hub id.")
+    ],
     mapping: Map = None,
+    family: Family = None,
+    heads: Heads = None,
+    prefix: Prefix = None,
+    revisions: Revisions = None,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
     """What was found in a file or folder, and what would be measured."""
-    from ..circuits.checkpoints import find_checkpoints, open_checkpoint
+    from ..circuits.checkpoints import find_run
     from ..circuits.inspection import inspect_checkpoint
     from ..circuits.mapping import read_mapping
+    from ..circuits.reading import ReadingOptions
+    from .inspection_text import inspection_lines
 
-    found = find_checkpoints(checkpoint)
+    found = find_run(checkpoint, revisions)
     named = None if mapping is None else read_mapping(mapping)
-    facts = inspect_checkpoint(found[-1], open_checkpoint(found[-1].address, named, trust_pickle))
-    facts["steps"] = [each.step for each in found]
+    options = ReadingOptions(named, family, heads, prefix, trust_pickle)
+    facts = inspect_checkpoint(options.open(found.checkpoints[-1].address))
+    facts["steps"] = [each.step for each in found.checkpoints]
+    facts["left_out"] = found.left_out
     if as_json:
         _print_json(facts)
         return
@@ -144,21 +162,11 @@ def inspect(
         f"{checkpoint}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
         + f" to {steps[-1]}" * (len(steps) > 1)
     )
-    print(f"opened {facts['path']}: {facts['tensors']} tensors, recognised {facts['recognised']}")
-    for role, name in facts["attention_tensors"].items():
-        print(f"  W_{role}: {name}, axes {facts['layouts'][role]}")
-    for layer in facts["layers"]:
-        for name, shape in layer["circuits"].items():
-            kind = (
-                f"factors of inner width {shape['rank_bound']}" if shape["factorized"] else "collapsed, without factors"
-            )
-            print(
-                f"  layer {layer['layer']}: W_{name}, {shape['heads']} head{'s' * (shape['heads'] > 1)} of "
-                f"{shape['rows']} x {shape['columns']}, {kind}"
-            )
-    print(f"basis {facts['basis']}" + (", rotary positions: W_QK at offset 0" if facts["rotary"] else ""))
-    if facts["scalars"]:
-        print("carried along: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items()))
+    for name, reason in found.left_out.items():
+        print(f"left out {name}: {reason}")
+    print(f"opened {facts['address']}: {facts['tensors']} tensors")
+    for line in inspection_lines(facts):
+        print(line)
 
 
 @app.command()

@@ -1,0 +1,389 @@
+"""Architectures as data: recognise one by its config or its tensor names, and make its mappings.
+
+A file of `families/` is a mapping with holes: `{ config = "n_head" }` stands for what the config beside the weights
+says under that key, or under the first of several that is there.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable
+from collections.abc import Mapping as Dictionary
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from .attention_weights import AttentionWeights
+from .errors import CallError, QkovError
+from .layouts import LAYOUTS, TARGETS, arrange, axes, count_heads, joins_heads
+from .mapping import Mapping, parse_mapping, seen, template_pattern
+from .stated_facts import FACTS, UNKNOWN
+from .tensor_files import TensorFile
+
+Config = Dictionary[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family of models whose attention tensors have the same names and layouts.
+
+    Attributes:
+        key: name of its file, by which it can be asked for.
+        title: in words.
+        model_types: what transformers calls the models of the family.
+        stacks: the mapping of each stack, with holes.
+        by_names: whether tensor names alone recognise it; families that share them with another leave it to that one.
+        needs_config: facts that its names do not tell without a config, since other families have the same ones.
+        config_keys: keys that make a config without model_type one of this family's.
+    """
+
+    key: str
+    title: str
+    model_types: tuple[str, ...] = ()
+    stacks: tuple[dict[str, Any], ...] = ()
+    by_names: bool = True
+    needs_config: tuple[str, ...] = ()
+    config_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Attention that has no W_QK = W_K W_Q' and W_OV = W_O W_V, or none that is read here."""
+
+    title: str
+    reason: str
+    model_types: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """The mapping of each stack of a checkpoint, how they were found, and what was left out, with the reason."""
+
+    how: str
+    stacks: tuple[Mapping, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@cache
+def architectures() -> dict[str, Architecture]:
+    """Return every family by its key."""
+    found = {}
+    for resource in sorted(files(__package__).joinpath("families").iterdir(), key=lambda each: each.name):
+        key, _, suffix = resource.name.rpartition(".")
+        if suffix == "toml" and key != "unsupported":
+            table = tomllib.loads(resource.read_text(encoding="utf-8"))
+            stacks = tuple(table.pop("stacks"))
+            lists = {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
+            found[key] = Architecture(key=key, stacks=stacks, **(table | lists))
+    return found
+
+
+@cache
+def unsupported() -> tuple[Unsupported, ...]:
+    """Return what is named and skipped."""
+    text = files(__package__).joinpath("families", "unsupported.toml").read_text(encoding="utf-8")
+    return tuple(
+        Unsupported(
+            title=entry["title"],
+            reason=entry["reason"],
+            model_types=tuple(entry.get("model_types", ())),
+            tensors=tuple(entry.get("tensors", ())),
+        )
+        for entry in tomllib.loads(text)["unsupported"]
+    )
+
+
+def recognise(
+    file: TensorFile, family: str | None = None, heads: int | None = None, prefix: str | None = None
+) -> Recognised:
+    """Return the mappings of a checkpoint's stacks: by the family asked for, the config's model_type, or the names.
+
+    Raises:
+        CallError: there is no such family.
+        QkovError: nothing fits, several do, the attention is of a kind that has no such circuits, or a number is
+            missing; the message says what to do.
+    """
+    names, config = set(file.shapes), file.config
+    model_type = None if config is None else config.get("model_type")
+    if family is not None:
+        if family not in architectures():
+            raise CallError(f"there is no family {family!r}; known are {', '.join(architectures())}")
+        found, how = architectures()[family], "as asked"
+    elif model_type is not None:
+        found, how = _by_model_type(str(model_type), file), f"by model_type {model_type!r} in {file.config_origin}"
+    else:
+        found, how = _by_names(file, prefix), "by its tensor names"
+    if model_type is None and config is not None:
+        told = set(found.config_keys)
+        config = config if told and all(_look_up(config, key) is not None for key in told) else None
+        how += "" if config is None else f", with the numbers of {file.config_origin}"
+    stacks = tuple(_mappings(found, names, config, heads, prefix))
+    if not stacks:
+        wanted = ", ".join(_weights(stack)[role] for stack in found.stacks for role in _weights(stack))
+        raise QkovError(
+            f"{file.address} should be {found.title} ({how}), and holds none of its attention weights: "
+            f"expected {wanted}; {seen(names)}"
+        )
+    return Recognised(f"as {found.title} {how}", stacks, _skipped(names))
+
+
+def _by_model_type(model_type: str, file: TensorFile) -> Architecture:
+    for entry in unsupported():
+        if model_type in entry.model_types:
+            raise QkovError(
+                f"{file.address} is {entry.title} (model_type {model_type!r}), which is not measured: {entry.reason}"
+            )
+    for architecture in architectures().values():
+        if model_type in architecture.model_types:
+            return architecture
+    fitting = _fitting(file, None)
+    hint = (
+        f"its tensor names fit {', '.join(fitting)}: --family {fitting[0]} reads it so"
+        if fitting
+        else f"{seen(file.shapes)}; say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml)"
+    )
+    raise QkovError(
+        f"{file.address} has the model_type {model_type!r} in {file.config_origin}, which is not known; {hint}"
+    )
+
+
+def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
+    fitting = _fitting(file, prefix)
+    if not fitting:
+        skipped = _skipped(set(file.shapes))
+        if skipped:
+            what, reason = next(iter(skipped.items()))
+            raise QkovError(f"{file.address} holds nothing to measure: {what}: {reason}")
+        raise QkovError(
+            f"the tensor names of {file.address} are not recognised: {seen(file.shapes)}; "
+            f"say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml; the README shows one)"
+        )
+    most = max(fitting.values())
+    best = [key for key, matched in fitting.items() if matched == most]
+    if len(best) > 1:
+        raise QkovError(
+            f"the tensor names of {file.address} fit several families, {', '.join(best)}: "
+            f"choose one with --family, or put the model's config.json beside the weights"
+        )
+    return architectures()[best[0]]
+
+
+def _fitting(file: TensorFile, prefix: str | None) -> dict[str, int]:
+    """The families whose names and shapes fit, and how many tensors of theirs are there."""
+    fitting = {}
+    for key, architecture in architectures().items():
+        if not architecture.by_names:
+            continue
+        matched = 0
+        for stack in architecture.stacks:
+            for found in _prefixes(_without_holes(stack), set(file.shapes), prefix):
+                mapping = _placed(_without_holes(stack), found)
+                if _shapes_fit(mapping, file):
+                    matched += sum(len(names) for names in mapping.layers(file.shapes).values())
+        if matched:
+            fitting[key] = matched
+    return dict(sorted(fitting.items(), key=lambda item: -item[1]))
+
+
+def _shapes_fit(mapping: Mapping, file: TensorFile) -> bool:
+    """Whether the weights of a layer make circuits of one width, whatever the number of heads."""
+    layer, names = next(iter(mapping.layers(file.shapes).items()))
+    weights = {role: of_role for role, of_role in names.items() if role in TARGETS}
+    shapes = {role: file.shapes[of_role[0]] for role, of_role in weights.items()}
+    counts = count_heads(shapes, mapping.layouts, mapping.heads)
+    arranged = {}
+    try:
+        for role, of_role in weights.items():
+            empty = torch.empty(shapes[role], device="meta")
+            arranged |= arrange(role, empty, mapping.layouts[role], counts, of_role[0], mapping.origin)
+        made = AttentionWeights(layer, **{f"W_{role}": weight for role, weight in arranged.items()})
+    except (QkovError, CallError):
+        return False
+    widths = {made.W_Q.shape[1] if made.W_Q is not None else None, made.W_O.shape[2] if made.W_O is not None else None}
+    return len(widths - {None}) <= 1
+
+
+def _mappings(
+    architecture: Architecture, names: set[str], config: Config | None, heads: int | None, prefix: str | None
+) -> Iterable[Mapping]:
+    for stack in architecture.stacks:
+        table = _filled(stack, config)
+        if config is None:
+            table |= dict.fromkeys(architecture.needs_config, UNKNOWN)
+        prefixes = _prefixes(table, names, prefix)
+        if len(prefixes) > 1:
+            raise QkovError(
+                f"the tensors of {architecture.title} are there under several prefixes, "
+                f"{', '.join(repr(each) for each in prefixes)}: choose one with --prefix"
+            )
+        if not prefixes:
+            continue
+        told = heads or table.pop("heads", UNKNOWN)
+        if told is not UNKNOWN:
+            table["heads"] = told
+        elif _needs_heads(table):
+            raise QkovError(
+                f"this is {architecture.title}, and nothing tells its number of heads: give --heads, "
+                f"or put the model's config.json beside the weights"
+            )
+        numbers = _placed(table, prefixes[0]).layers(names)
+        yield _placed(table, prefixes[0], _cases(stack, config, frozenset(numbers)), architecture.title)
+
+
+def _placed(
+    table: dict[str, Any], prefix: str, cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = (), title: str = ""
+) -> Mapping:
+    plain = {name: value for name, value in table.items() if name != "cases"}
+    # One head stands in where only names and shapes are asked for.
+    heads = {"heads": 1} if "heads" not in plain and _needs_heads(plain) else {}
+    return parse_mapping({**plain, **heads, "prefix": prefix}, title or "the family", cases)
+
+
+def _without_holes(stack: dict[str, Any]) -> dict[str, Any]:
+    """Names and layouts alone."""
+    return {name: stack[name] for name in ("tensors", "layout", "stack") if name in stack}
+
+
+def _filled(stack: dict[str, Any], config: Config | None) -> dict[str, Any]:
+    """The stack's table with its holes filled, and with the cases that hold for all layers applied."""
+    table = {name: _fill(value, config) for name, value in stack.items() if name != "cases"}
+    for case in stack.get("cases", ()):
+        if "layers" not in case and _holds(case, config):
+            for name, value in case.items():
+                if name not in ("when", "unless"):
+                    filled = _fill(value, config)
+                    both = isinstance(filled, dict) and isinstance(table.get(name), dict)
+                    table[name] = {**table[name], **filled} if both else filled
+    # An empty string takes a tensor of the other cases away.
+    table["tensors"] = {role: name for role, name in table["tensors"].items() if name}
+    return {name: value for name, value in table.items() if value is not None and value is not False}
+
+
+def _cases(
+    stack: dict[str, Any], config: Config | None, numbers: frozenset[int]
+) -> tuple[tuple[frozenset[int], dict[str, Any]], ...]:
+    """The facts in which some layers differ."""
+    found = []
+    for case in stack.get("cases", ()):
+        if "layers" in case and _holds(case, config):
+            chosen = _chosen(case["layers"], config, numbers)
+            facts = {name: _fill(value, config) for name, value in case.items() if name in FACTS}
+            if chosen:
+                found.append((chosen, facts))
+    return tuple(found)
+
+
+def _chosen(layers: dict[str, Any], config: Config | None, numbers: frozenset[int]) -> frozenset[int]:
+    if "is" in layers:
+        listed = _fill({"config": layers["config"]}, config)
+        if not isinstance(listed, list):
+            return frozenset()
+        return frozenset(number for number in numbers if number < len(listed) and listed[number] == layers["is"])
+    if "only" in layers:
+        return numbers & frozenset(layers["only"])
+    if "every" in layers:
+        period = _fill(layers["every"], config)
+        if not isinstance(period, int):
+            return frozenset()
+        return frozenset(number for number in numbers if number % period in [at % period for at in layers["at"]])
+    first = _fill(layers["from"], config)
+    return frozenset(number for number in numbers if isinstance(first, int) and number >= first)
+
+
+def _holds(case: dict[str, Any], config: Config | None) -> bool:
+    config = config or {}
+    wanted = all(_look_up(config, key) == value for key, value in case.get("when", {}).items())
+    unwanted = any(_look_up(config, key) == value for key, value in case.get("unless", {}).items())
+    return wanted and not unwanted
+
+
+def _fill(value: Any, config: Config | None) -> Any:
+    if isinstance(value, list):
+        return [_fill(entry, config) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "config" not in value:
+        filled = {name: _fill(entry, config) for name, entry in value.items()}
+        return {name: entry for name, entry in filled.items() if entry is not None}
+    if config is None:
+        return UNKNOWN
+    keys = value["config"] if isinstance(value["config"], list) else [value["config"]]
+    for key in keys:
+        found = _look_up(config, key)
+        if found is not None:
+            return _computed(found, value, config)
+    return value.get("default")
+
+
+def _computed(found: Any, hole: dict[str, Any], config: Config) -> Any:
+    """What a hole makes of the config's number: found^power / divided_by + plus."""
+    if "power" in hole:
+        found = found ** hole["power"]
+    if "divided_by" in hole:
+        divisor = _fill(hole["divided_by"], config)
+        # A quotient that is no whole number tells nothing of layers or tokens.
+        if not isinstance(divisor, int) or not isinstance(found, int) or divisor < 1 or found % divisor:
+            return UNKNOWN
+        found //= divisor
+    return found + hole["plus"] if "plus" in hole else found
+
+
+def _look_up(config: Config, key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Dictionary) else None
+    return found
+
+
+def _prefixes(table: dict[str, Any], names: set[str], prefix: str | None) -> list[str]:
+    """What stands before the names of a layer that is whole, in every way in which that is so."""
+    found: dict[str, dict[str | None, set[str]]] = {}
+    weights = _weights(table)
+    for role, template in weights.items():
+        pattern = re.compile(r"(?:(?P<prefix>.+)\.)?" + template_pattern(template))
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match:
+                layer = match.groupdict().get("layer")
+                found.setdefault(match["prefix"] or "", {}).setdefault(layer, set()).add(role)
+    whole = [each for each, layers in found.items() if any(len(roles) == len(weights) for roles in layers.values())]
+    return sorted(each for each in whole if prefix is None or each == prefix)
+
+
+def _weights(table: dict[str, Any]) -> dict[str, str]:
+    return {role: name for role, name in table["tensors"].items() if role in TARGETS and name}
+
+
+def _needs_heads(table: dict[str, Any]) -> bool:
+    """Whether the shapes do not tell the number of heads: no tensor keeps them apart, and one joins them."""
+    stated = table["layout"]
+    layouts = [(LAYOUTS[stated] if isinstance(stated, str) else stated)[role] for role in _weights(table)]
+    joined = [layout for layout in layouts if joins_heads(layout)]
+    return bool(joined) and not any("head" in axes(layout) for layout in layouts if layout not in joined)
+
+
+def _skipped(names: set[str]) -> dict[str, str]:
+    """What of the file is attention of a kind that has no such circuits, and the reason."""
+    skipped = {}
+    for entry in unsupported():
+        layers: set[str] = set()
+        for template in entry.tensors:
+            pattern = re.compile(r"(?:.+\.)?" + template_pattern(template))
+            for name in names:
+                match = pattern.fullmatch(name)
+                if match:
+                    layers.add(match.groupdict().get("layer") or "")
+        if layers:
+            numbers = sorted(int(layer) for layer in layers if layer)
+            where = (
+                f"layers {', '.join(map(str, numbers))}"
+                if len(numbers) > 1
+                else f"layer {numbers[0]}"
+                if numbers
+                else "all"
+            )
+            skipped[f"{where} ({entry.title})"] = entry.reason
+    return skipped

@@ -1,0 +1,200 @@
+"""Open a checkpoint and read its attention weights, one layer at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .architectures import Recognised, recognise
+from .attention_weights import AttentionWeights
+from .errors import CallError, QkovError
+from .layouts import TARGETS, HeadCounts, arrange, arrange_bias, count_heads, demand_floating
+from .mapping import Mapping, Names
+from .saved_format import is_own, own_mapping, own_scalars
+from .tensor_files import TensorFile, open_weights
+
+
+class OpenCheckpoint:
+    """A checkpoint whose tensors are known by name and are read layer by layer.
+
+    Attributes:
+        file: where the tensors are.
+        recognised: how they were, in words.
+        stacks: the mapping of each stack of layers.
+        skipped: what is no attention that has these circuits, and why.
+    """
+
+    def __init__(self, file: TensorFile, recognised: Recognised) -> None:
+        """Find the layers.
+
+        Raises:
+            QkovError: the file does not hold the tensors that a mapping names.
+        """
+        self.file = file
+        self.recognised = recognised.how
+        self.stacks = recognised.stacks
+        self.skipped = recognised.skipped
+        self._names = [
+            (mapping, layer, names)
+            for mapping in recognised.stacks
+            for layer, names in mapping.layers(file.shapes).items()
+        ]
+
+    @property
+    def layer_keys(self) -> list[tuple[str, int]]:
+        """The stack and the number of every layer, in the order of reading."""
+        return [(mapping.stack, layer) for mapping, layer, _ in self._names]
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Figures saved beside the weights, such as the loss.
+
+        Raises:
+            QkovError: the mapping names a scalar that the file does not hold.
+        """
+        if is_own(self.file):
+            return own_scalars(self.file)
+        figures = {}
+        for mapping in self.stacks:
+            for name, key in mapping.scalars.items():
+                if key not in self.file.scalars:
+                    held = ", ".join(sorted(self.file.scalars)[:12]) or "none"
+                    raise QkovError(
+                        f"{self.file.address} has no scalar {key}, which {mapping.origin} names; it has {held}"
+                    )
+                figures[name] = self.file.scalars[key]
+        return figures
+
+    def layers(self) -> Iterator[AttentionWeights]:
+        """Yield the attention weights of one layer after the other, so that no more than one is in memory.
+
+        Raises:
+            QkovError: a tensor's shape does not fit its layout, or two of them do not fit each other.
+        """
+        for mapping, layer, names in self._names:
+            try:
+                yield _layer(self.file, mapping, layer, names)
+            except CallError as error:
+                raise QkovError(f"{self.file.address}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """How to read a checkpoint, where that is not left to what is recognised."""
+
+    mapping: Mapping | None = None
+    family: str | None = None
+    heads: int | None = None
+    prefix: str | None = None
+    trust_pickle: bool = False
+
+    def open(self, address: Path | str) -> OpenCheckpoint:
+        """Open a checkpoint so.
+
+        Raises:
+            CallError: there is no such file, or the options do not go together.
+            QkovError: the file cannot be read, or its names are not recognised.
+        """
+        file = open_weights(address, self.trust_pickle)
+        if self.mapping is not None:
+            if self.family is not None or self.prefix is not None or self.heads is not None:
+                raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
+            return OpenCheckpoint(file, Recognised(f"by {self.mapping.origin}", (self.mapping,)))
+        if is_own(file):
+            return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
+        return OpenCheckpoint(file, recognise(file, self.family, self.heads, self.prefix))
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the figures, as JSON can hold it."""
+        mapping = self.mapping
+        stated = None
+        if mapping is not None:
+            stated = {
+                "tensors": mapping.tensors,
+                "layouts": mapping.layouts,
+                "heads": mapping.heads,
+                "prefix": mapping.prefix,
+                "facts": mapping.facts.table,
+                "scalars": mapping.scalars,
+                "stack": mapping.stack,
+            }
+        return {"mapping": stated, "family": self.family, "heads": self.heads, "prefix": self.prefix}
+
+
+def open_checkpoint(
+    address: Path | str,
+    mapping: Mapping | None = None,
+    *,
+    family: str | None = None,
+    heads: int | None = None,
+    prefix: str | None = None,
+    trust_pickle: bool = False,
+) -> OpenCheckpoint:
+    """Open one checkpoint, a file or a folder, here or at any address, without building the model.
+
+    Its architecture is recognised from the config beside the weights, else from the names of the tensors.
+
+    Args:
+        address: a path, a URL that fsspec knows, or a hub id such as "EleutherAI/pythia-160m@step1000".
+        mapping: says which tensors to read; nothing is recognised then.
+        family: of the architecture, in place of what would be recognised.
+        heads: number of query heads, where neither config nor shapes tell it.
+        prefix: of the tensor names, where they are there under several.
+        trust_pickle: let the file run the code that it names. Only for files whose origin is known.
+
+    Raises:
+        CallError: there is no such file, or the options do not go together.
+        QkovError: the file cannot be read, or its names are not recognised and no mapping was given.
+    """
+    return ReadingOptions(mapping, family, heads, prefix, trust_pickle).open(address)
+
+
+def _layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
+    tensors = _read(file, names)
+    shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
+    counts = count_heads(shapes, mapping.layouts, mapping.heads)
+    weights = _arranged(mapping, tensors, names, counts)
+    d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
+    norms = {
+        f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)
+        for side in ("query", "key")
+        if f"{side}_norm_gain" in tensors or f"{side}_norm_gain" not in mapping.tensors
+    }
+    return AttentionWeights(
+        layer=layer,
+        stack=mapping.stack,
+        facts=mapping.facts.of_layer(layer, d_head),
+        norm=mapping.facts.norm(layer, tensors),
+        **weights,
+        **norms,
+    )
+
+
+def _read(file: TensorFile, names: Names) -> dict[str, Tensor]:
+    """The tensors of a layer by role, those of single heads stacked."""
+    read = file.read([name for of_role in names.values() for name in of_role])
+    return {
+        role: read[of_role[0]] if len(of_role) == 1 else torch.stack([read[name] for name in of_role])
+        for role, of_role in names.items()
+    }
+
+
+def _arranged(
+    mapping: Mapping, tensors: dict[str, Tensor], names: Names, counts: HeadCounts | None
+) -> dict[str, Tensor]:
+    arranged: dict[str, Tensor] = {}
+    for role, tensor in tensors.items():
+        name = names[role][0]
+        if role in TARGETS:
+            parts = arrange(role, tensor, mapping.layouts[role], counts, name, mapping.origin)
+            arranged |= {f"W_{part}": weight for part, weight in parts.items()}
+        elif role.startswith("b_"):
+            weight = role.removeprefix("b_")
+            parts = arrange_bias(weight, tensor, mapping.layouts[weight], counts, name, mapping.origin)
+            arranged |= {f"b_{part}": bias for part, bias in parts.items()}
+        else:
+            demand_floating(tensor, name)
+    return arranged
