@@ -74,7 +74,7 @@ def contents_of(folder: Place) -> Contents:
     if found is None:
         indices = [name for name in names if name.endswith((".safetensors.index.json", ".bin.index.json"))]
         found = indices[0] if len(indices) == 1 else None
-    if found == "consolidated.00.pth" and several:
+    if found == "consolidated.00.pth" and "consolidated.01.pth" in entries:
         found = None
     if found is not None:
         return Contents(entries[found], [], None, folders, names)
@@ -159,11 +159,13 @@ def _adapter(folder: Place, names: list[str]) -> str | None:
 
 
 def _deepspeed(folder: Place, names: list[str]) -> str | None:
-    saved = [name for name in names if fnmatch(name, "*_optim_states.pt") or fnmatch(name, "*_model_states.pt")]
-    whole = folder if "zero_to_fp32.py" in names or not saved else folder.parent
-    if saved or "zero_to_fp32.py" in names:
-        return f"DeepSpeed's parts of a model: merge them with `python {whole}/zero_to_fp32.py {whole} OUT`"
-    return None
+    whole, step = folder, ""
+    if "zero_to_fp32.py" not in names:
+        if not any(fnmatch(name, "*_optim_states.pt") or fnmatch(name, "*_model_states.pt") for name in names):
+            return None
+        # The script stands in the folder around those of the steps.
+        whole, step = folder.parent or folder, f" --tag {folder.name}"
+    return f"DeepSpeed's parts of a model: merge them with `python {whole}/zero_to_fp32.py {whole} OUT{step}`"
 
 
 def _distributed(folder: Place, names: list[str]) -> str | None:
