@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +83,7 @@ def find_run(run: Path | str, revisions: str | None = None) -> Run:
     if place.is_folder():
         return _run_of_folder(place)
     if place.is_file():
-        return Run(_in_order([(place.name, place)], str(run)), {})
+        return Run([Checkpoint(_step_of_file(place), place.address)], {})
     raise CallError(f"{place} does not exist; expected a folder of checkpoints, or one checkpoint")
 
 
@@ -104,11 +103,11 @@ def _run_of_folder(folder: Place) -> Run:
                 checkpoints = sorted([*checkpoints, Checkpoint(step, folder.address)], key=lambda each: each.step)
         return Run(checkpoints, left_out)
     if contents.weights is not None:
-        return Run([Checkpoint(_step_of(folder), folder.address)], left_out)
+        return Run([Checkpoint(_step_of(folder) or 0, folder.address)], left_out)
     if contents.refusal is not None:
         raise QkovError(contents.refusal)
-    if len(contents.loose) == 1 and not re.search(r"\d", contents.loose[0].name):
-        return Run([Checkpoint(_step_of(folder), contents.loose[0].address)], left_out)
+    if len(contents.loose) == 1:
+        return Run([Checkpoint(_step_of_file(contents.loose[0]), contents.loose[0].address)], left_out)
     if contents.loose:
         return Run(_in_order([(place.name, place) for place in contents.loose], str(folder)), left_out)
     if left_out:
@@ -155,10 +154,18 @@ def _in_order(named: list[tuple[str, Place]], where: str) -> list[Checkpoint]:
     return [Checkpoint(step, by_step[step][1].address) for step in sorted(by_step)]
 
 
-def _step_of(folder: Place) -> int:
-    """The step of one model: by its folder's name, else by its trainer's state, else 0."""
+def _step_of(folder: Place) -> int | None:
+    """The step of the model of a folder: by the folder's name, else by its trainer's state."""
     marked = marked_step(folder.name)
-    return marked if marked is not None else _trainer_step(folder) or 0
+    return marked if marked is not None else _trainer_step(folder)
+
+
+def _step_of_file(file: Place) -> int:
+    """The step of a file that is alone: by its own name where that has a word for it, else by its folder."""
+    step = marked_step(file.name)
+    if step is None and file.parent is not None:
+        step = _step_of(file.parent)
+    return steps_of([file.name], file.address)[0] if step is None else step
 
 
 def _trainer_step(folder: Place) -> int | None:

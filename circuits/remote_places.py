@@ -100,7 +100,7 @@ class RemotePlace(Place):
     def entries(self) -> list[Place]:
         """Return what the folder holds, as it is now."""
         with self._told():
-            self.system.invalidate_cache()
+            self.system.invalidate_cache(self.path)
             path = f"{self.path.rstrip('/')}/" if self._is_web else self.path
             listed = self.system.ls(path, detail=True)
         found = {}

@@ -46,7 +46,7 @@ def steps_of(names: Sequence[str], where: str) -> list[int]:
         if mark is _MARKS[0] and any(marked):
             unmarked = next(name for name, found in zip(names, marked, strict=True) if not found)
             raise CallError(
-                f"the name of {unmarked} in {where} has no step in it; expected one such as "
+                f"{unmarked} in {where} has no step in its name; expected one such as "
                 f"model_step_500{PurePath(unmarked).suffix}"
             )
     # A decimal fraction, such as a loss, is no step.

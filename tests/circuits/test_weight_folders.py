@@ -63,7 +63,7 @@ def test_a_file_of_a_model_is_opened_when_a_tensor_of_it_is_asked_for(tmp_path):
     file = open_weights(index)
     assert file.shapes["b"] == (4,)
     assert file.read(["a"])["a"].shape == (2, 3)
-    with pytest.raises(QkovError, match="model-00002-of-00002.safetensors cannot be read as safetensors"):
+    with pytest.raises(QkovError, match=r"model-00002-of-00002.safetensors cannot be read as safetensors"):
         file.read(["c"])
 
 
@@ -100,9 +100,9 @@ def test_a_damaged_index(tmp_path, content, message):
 def test_an_index_that_does_not_agree_with_its_files(tmp_path):
     index = sharded(tmp_path / "m", weight_map={"a": "model-00002-of-00002.safetensors"})
     file = open_weights(index)
-    with pytest.raises(QkovError, match="says that model-00002-of-00002.safetensors holds a, and it does not"):
+    with pytest.raises(QkovError, match=r"says that model-00002-of-00002.safetensors holds a, and it does not"):
         file.read(["a"])
-    with pytest.raises(QkovError, match="says that model-00002-of-00002.safetensors holds a, and it does not"):
+    with pytest.raises(QkovError, match=r"says that model-00002-of-00002.safetensors holds a, and it does not"):
         _ = file.shapes["a"]
 
 
@@ -179,7 +179,7 @@ def test_an_adapter_names_its_base_model(tmp_path):
     with pytest.raises(QkovError, match="merge it into EleutherAI/pythia-160m with peft's"):
         open_weights(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(QkovError, match="adapter_config.json is damaged"):
+    with pytest.raises(QkovError, match=r"adapter_config.json is damaged"):
         open_weights(tmp_path)
 
 
@@ -208,7 +208,11 @@ def weights(folder, name="model.safetensors"):
     [
         ("config.json", '{"model_type": "gpt2", "n_head": 4}', {"model_type": "gpt2", "n_head": 4}),
         ("params.json", '{"dim": 512, "n_heads": 8}', {"dim": 512, "n_heads": 8}),
-        ("model_config.yaml", "n_head: 4\nname: pythia-14m\nbias: true\n", {"n_head": 4, "name": "pythia-14m", "bias": True}),
+        (
+            "model_config.yaml",
+            "n_head: 4\nname: pythia-14m\nbias: true\n",
+            {"n_head": 4, "name": "pythia-14m", "bias": True},
+        ),
         ("lit_config.json", '{"n_head": 4}', {"n_head": 4}),
     ],
 )
@@ -246,8 +250,16 @@ def test_a_config_beside_a_torch_file_counts_before_the_one_within(tmp_path):
         ("model_config.yaml", "a: [", "model_config.yaml is damaged: expected the YAML"),
         ("model_config.yaml", "just words", "model_config.yaml is damaged: expected a table, found a str"),
         ("trainer_state.json", "{", "trainer_state.json is damaged: expected JSON"),
-        ("trainer_state.json", '{"global_step": 5, "log_history": 1}', "trainer_state.json is damaged: its log_history"),
-        ("trainer_state.json", '{"log_history": [{"step": 1, "loss": "x"}]}', "trainer_state.json is damaged: its log_"),
+        (
+            "trainer_state.json",
+            '{"global_step": 5, "log_history": 1}',
+            "trainer_state.json is damaged: its log_history",
+        ),
+        (
+            "trainer_state.json",
+            '{"log_history": [{"step": 1, "loss": "x"}]}',
+            "trainer_state.json is damaged: its log_",
+        ),
     ],
 )
 def test_what_stands_beside_the_weights_is_damaged(tmp_path, name, content, message):
