@@ -18,11 +18,13 @@ import torch
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
 from .layouts import LAYOUTS, TARGETS, arrange, axes, count_heads, joins_heads
-from .mapping import Mapping, parse_mapping, seen, template_pattern
+from .mapping import Mapping, Names, parse_mapping, seen, template_pattern
 from .stated_facts import FACTS, UNKNOWN
 from .tensor_files import TensorFile
 
 Config = Dictionary[str, Any]
+_ABSENT = object()
+_CONDITIONS = ("when", "unless", "missing", "has")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Architecture:
         model_types: what transformers calls the models of the family.
         stacks: the mapping of each stack, with holes.
         by_names: whether tensor names alone recognise it; families that share them with another leave it to that one.
+        marks: tensors beside those of attention that have to be there for its names alone to recognise it.
         needs_config: facts that its names do not tell without a config, since other families have the same ones.
         config_keys: keys that make a config without model_type one of this family's.
     """
@@ -44,6 +47,7 @@ class Architecture:
     model_types: tuple[str, ...] = ()
     stacks: tuple[dict[str, Any], ...] = ()
     by_names: bool = True
+    marks: tuple[str, ...] = ()
     needs_config: tuple[str, ...] = ()
     config_keys: tuple[str, ...] = ()
 
@@ -141,7 +145,7 @@ def _by_model_type(model_type: str, file: TensorFile) -> Architecture:
             return architecture
     fitting = _fitting(file, None)
     hint = (
-        f"its tensor names fit {', '.join(fitting)}: --family {fitting[0]} reads it so"
+        f"its tensor names fit {', '.join(fitting)}: --family {next(iter(fitting))} reads it so"
         if fitting
         else f"{seen(file.shapes)}; say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml)"
     )
@@ -162,7 +166,7 @@ def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
             f"say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml; the README shows one)"
         )
     most = max(fitting.values())
-    best = [key for key, matched in fitting.items() if matched == most]
+    best = [key for key, fit in fitting.items() if fit == most]
     if len(best) > 1:
         raise QkovError(
             f"the tensor names of {file.address} fit several families, {', '.join(best)}: "
@@ -171,35 +175,41 @@ def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
     return architectures()[best[0]]
 
 
-def _fitting(file: TensorFile, prefix: str | None) -> dict[str, int]:
-    """The families whose names and shapes fit, and how many tensors of theirs are there."""
+def _fitting(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, int]]:
+    """The families whose names and shapes fit, best first: of whom most tensors and marks are there, by the longest names."""
     fitting = {}
     for key, architecture in architectures().items():
-        if not architecture.by_names:
+        if not architecture.by_names or not all(_named(mark, file.shapes) for mark in architecture.marks):
             continue
-        matched = 0
+        matched, unnamed = 0, 0
         for stack in architecture.stacks:
             for found in _prefixes(_without_holes(stack), set(file.shapes), prefix):
                 mapping = _placed(_without_holes(stack), found)
                 if _shapes_fit(mapping, file):
                     matched += sum(len(names) for names in mapping.layers(file.shapes).values())
+                    unnamed += len(found)
         if matched:
-            fitting[key] = matched
-    return dict(sorted(fitting.items(), key=lambda item: -item[1]))
+            fitting[key] = (matched, len(architecture.marks), -unnamed)
+    return dict(sorted(fitting.items(), key=lambda item: item[1], reverse=True))
 
 
 def _shapes_fit(mapping: Mapping, file: TensorFile) -> bool:
-    """Whether the weights of a layer make circuits of one width, whatever the number of heads."""
-    layer, names = next(iter(mapping.layers(file.shapes).items()))
-    weights = {role: of_role for role, of_role in names.items() if role in TARGETS}
-    shapes = {role: file.shapes[of_role[0]] for role, of_role in weights.items()}
-    counts = count_heads(shapes, mapping.layouts, mapping.heads)
+    """Whether for some number of heads the weights of a layer make circuits of one width."""
+    names = next(iter(mapping.layers(file.shapes).values()))
+    shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items() if role in TARGETS}
+    sizes = {size for shape in shapes.values() for size in shape}
+    divisors = (heads for heads in range(1, max(sizes) + 1) if any(size % heads == 0 for size in sizes))
+    return any(_fit(mapping, names, shapes, heads) for heads in ((None,) if mapping.heads is None else divisors))
+
+
+def _fit(mapping: Mapping, names: Names, shapes: dict[str, tuple[int, ...]], heads: int | None) -> bool:
+    counts = count_heads(shapes, mapping.layouts, heads)
     arranged = {}
     try:
-        for role, of_role in weights.items():
-            empty = torch.empty(shapes[role], device="meta")
-            arranged |= arrange(role, empty, mapping.layouts[role], counts, of_role[0], mapping.origin)
-        made = AttentionWeights(layer, **{f"W_{role}": weight for role, weight in arranged.items()})
+        for role, shape in shapes.items():
+            empty = torch.empty(shape, device="meta")
+            arranged |= arrange(role, empty, mapping.layouts[role], counts, names[role][0], mapping.origin)
+        made = AttentionWeights(0, **{f"W_{role}": weight for role, weight in arranged.items()})
     except (QkovError, CallError):
         return False
     widths = {made.W_Q.shape[1] if made.W_Q is not None else None, made.W_O.shape[2] if made.W_O is not None else None}
@@ -209,8 +219,10 @@ def _shapes_fit(mapping: Mapping, file: TensorFile) -> bool:
 def _mappings(
     architecture: Architecture, names: set[str], config: Config | None, heads: int | None, prefix: str | None
 ) -> Iterable[Mapping]:
+    whole = config
     for stack in architecture.stacks:
-        table = _filled(stack, config)
+        config = _part_of(whole, stack)
+        table = _filled(stack, config, names)
         if config is None:
             table |= dict.fromkeys(architecture.needs_config, UNKNOWN)
         prefixes = _prefixes(table, names, prefix)
@@ -230,13 +242,19 @@ def _mappings(
                 f"or put the model's config.json beside the weights"
             )
         numbers = _placed(table, prefixes[0]).layers(names)
-        yield _placed(table, prefixes[0], _cases(stack, config, frozenset(numbers)), architecture.title)
+        yield _placed(table, prefixes[0], _cases(stack, config, names, frozenset(numbers)), architecture.title)
+
+
+def _part_of(config: Config | None, stack: dict[str, Any]) -> Config | None:
+    """The part of the config that is of this stack: that of a model within a model, such as text_config."""
+    inner = None if config is None else config.get(stack.get("config_in", ""))
+    return inner if isinstance(inner, Dictionary) else config
 
 
 def _placed(
     table: dict[str, Any], prefix: str, cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = (), title: str = ""
 ) -> Mapping:
-    plain = {name: value for name, value in table.items() if name != "cases"}
+    plain = {name: value for name, value in table.items() if name not in ("cases", "config_in")}
     # One head stands in where only names and shapes are asked for.
     heads = {"heads": 1} if "heads" not in plain and _needs_heads(plain) else {}
     return parse_mapping({**plain, **heads, "prefix": prefix}, title or "the family", cases)
@@ -247,28 +265,31 @@ def _without_holes(stack: dict[str, Any]) -> dict[str, Any]:
     return {name: stack[name] for name in ("tensors", "layout", "stack") if name in stack}
 
 
-def _filled(stack: dict[str, Any], config: Config | None) -> dict[str, Any]:
+def _filled(stack: dict[str, Any], config: Config | None, names: Iterable[str]) -> dict[str, Any]:
     """The stack's table with its holes filled, and with the cases that hold for all layers applied."""
     table = {name: _fill(value, config) for name, value in stack.items() if name != "cases"}
     for case in stack.get("cases", ()):
-        if "layers" not in case and _holds(case, config):
-            for name, value in case.items():
-                if name not in ("when", "unless"):
-                    filled = _fill(value, config)
-                    both = isinstance(filled, dict) and isinstance(table.get(name), dict)
-                    table[name] = {**table[name], **filled} if both else filled
+        if config is None and _asks_config(case):
+            changed = {name: _untold(value) for name, value in case.items() if name in FACTS}
+        elif "layers" not in case and _holds(case, config, names):
+            changed = {name: _fill(value, config) for name, value in case.items() if name not in _CONDITIONS}
+        else:
+            continue
+        for name, value in changed.items():
+            both = isinstance(value, dict) and isinstance(table.get(name), dict)
+            table[name] = {**table[name], **value} if both else value
     # An empty string takes a tensor of the other cases away.
     table["tensors"] = {role: name for role, name in table["tensors"].items() if name}
     return {name: value for name, value in table.items() if value is not None and value is not False}
 
 
 def _cases(
-    stack: dict[str, Any], config: Config | None, numbers: frozenset[int]
+    stack: dict[str, Any], config: Config | None, names: Iterable[str], numbers: frozenset[int]
 ) -> tuple[tuple[frozenset[int], dict[str, Any]], ...]:
     """The facts in which some layers differ."""
     found = []
     for case in stack.get("cases", ()):
-        if "layers" in case and _holds(case, config):
+        if "layers" in case and _holds(case, config, names):
             chosen = _chosen(case["layers"], config, numbers)
             facts = {name: _fill(value, config) for name, value in case.items() if name in FACTS}
             if chosen:
@@ -277,10 +298,8 @@ def _cases(
 
 
 def _chosen(layers: dict[str, Any], config: Config | None, numbers: frozenset[int]) -> frozenset[int]:
-    if "is" in layers:
-        listed = _fill({"config": layers["config"]}, config)
-        if not isinstance(listed, list):
-            return frozenset()
+    listed = _fill({"config": layers["config"]}, config) if "config" in layers else None
+    if isinstance(listed, list):
         return frozenset(number for number in numbers if number < len(listed) and listed[number] == layers["is"])
     if "only" in layers:
         return numbers & frozenset(layers["only"])
@@ -288,16 +307,41 @@ def _chosen(layers: dict[str, Any], config: Config | None, numbers: frozenset[in
         period = _fill(layers["every"], config)
         if not isinstance(period, int):
             return frozenset()
-        return frozenset(number for number in numbers if number % period in [at % period for at in layers["at"]])
-    first = _fill(layers["from"], config)
+        at = {each % period for each in layers.get("at", layers.get("except", ()))}
+        return frozenset(number for number in numbers if (number % period in at) == ("at" in layers))
+    first = _fill(layers.get("from"), config)
     return frozenset(number for number in numbers if isinstance(first, int) and number >= first)
 
 
-def _holds(case: dict[str, Any], config: Config | None) -> bool:
+def _holds(case: dict[str, Any], config: Config | None, names: Iterable[str]) -> bool:
     config = config or {}
-    wanted = all(_look_up(config, key) == value for key, value in case.get("when", {}).items())
-    unwanted = any(_look_up(config, key) == value for key, value in case.get("unless", {}).items())
-    return wanted and not unwanted
+    wanted = all(_is(config, key, value) for key, value in case.get("when", {}).items())
+    unwanted = any(_is(config, key, value) for key, value in case.get("unless", {}).items())
+    silent = all(_look_up(config, key) is None for key in case.get("missing", ()))
+    there = all(_named(template, names) for template in case.get("has", ()))
+    return wanted and silent and there and not unwanted
+
+
+def _is(config: Config, key: str, value: Any) -> bool:
+    found = _look_up(config, key)
+    return found in value if isinstance(value, list) else found == value
+
+
+def _asks_config(case: dict[str, Any]) -> bool:
+    layers = case.get("layers", {})
+    asks = "config" in layers or any(isinstance(value, dict) for value in layers.values())
+    return asks or any(condition in case for condition in ("when", "unless", "missing"))
+
+
+def _untold(value: Any) -> Any:
+    """A fact that may be this or another: only the config would tell."""
+    return dict.fromkeys(value, UNKNOWN) if isinstance(value, dict) and "config" not in value else UNKNOWN
+
+
+def _named(template: str, names: Iterable[str]) -> list[re.Match[str]]:
+    """The names that the template fits, whatever stands before them."""
+    pattern = re.compile(r"(?:.+\.)?" + template_pattern(template))
+    return [match for match in map(pattern.fullmatch, names) if match]
 
 
 def _fill(value: Any, config: Config | None) -> Any:
@@ -311,11 +355,12 @@ def _fill(value: Any, config: Config | None) -> Any:
     if config is None:
         return UNKNOWN
     keys = value["config"] if isinstance(value["config"], list) else [value["config"]]
-    for key in keys:
-        found = _look_up(config, key)
-        if found is not None:
+    stated = [_look_up(config, key, _ABSENT) for key in keys]
+    for found in stated:
+        if found is not None and found is not _ABSENT:
             return _computed(found, value, config)
-    return value.get("default")
+    # A config that says null says that there is none; the default holds where it says nothing.
+    return None if None in stated else value.get("default")
 
 
 def _computed(found: Any, hole: dict[str, Any], config: Config) -> Any:
@@ -331,10 +376,10 @@ def _computed(found: Any, hole: dict[str, Any], config: Config) -> Any:
     return found + hole["plus"] if "plus" in hole else found
 
 
-def _look_up(config: Config, key: str) -> Any:
+def _look_up(config: Config, key: str, absent: Any = None) -> Any:
     found: Any = config
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Dictionary) else None
+        found = found.get(part, absent) if isinstance(found, Dictionary) else absent
     return found
 
 
@@ -369,13 +414,9 @@ def _skipped(names: set[str]) -> dict[str, str]:
     """What of the file is attention of a kind that has no such circuits, and the reason."""
     skipped = {}
     for entry in unsupported():
-        layers: set[str] = set()
-        for template in entry.tensors:
-            pattern = re.compile(r"(?:.+\.)?" + template_pattern(template))
-            for name in names:
-                match = pattern.fullmatch(name)
-                if match:
-                    layers.add(match.groupdict().get("layer") or "")
+        layers = {
+            match.groupdict().get("layer") or "" for template in entry.tensors for match in _named(template, names)
+        }
         if layers:
             numbers = sorted(int(layer) for layer in layers if layer)
             where = (

@@ -85,7 +85,10 @@ class StatedFacts:
     @property
     def unknown(self) -> frozenset[str]:
         """The facts that nothing told."""
-        return frozenset(name for name, value in self.table.items() if value is UNKNOWN or _kind(value) is UNKNOWN)
+        tables = (self.table, *(case for _, case in self.cases))
+        return frozenset(
+            name for table in tables for name, value in table.items() if value is UNKNOWN or _kind(value) is UNKNOWN
+        )
 
     def of_layer(self, layer: int, d_head: int | None) -> AttentionFacts:
         """Return the facts of one layer, whose heads have that inner width."""
