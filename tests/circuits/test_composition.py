@@ -1,0 +1,230 @@
+"""Composition scores against dense float64, TransformerLens, hand cases, and simulation for the chance level."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
+from qkov.circuits.composition import composition_scores
+from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits.norms import Norm
+from qkov.circuits.rotary import Rotary
+
+
+def drawn_layers(layers=3, heads=4, key_value_heads=4, d_model=12, d_head=3, seed=0, **more) -> list[AttentionWeights]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return [
+        AttentionWeights(
+            layer=layer,
+            W_Q=drawn(heads, d_model, d_head),
+            W_K=drawn(key_value_heads, d_model, d_head),
+            W_V=drawn(key_value_heads, d_model, d_head),
+            W_O=drawn(heads, d_head, d_model),
+            **more,
+        )
+        for layer in range(layers)
+    ]
+
+
+def numpy_circuits(weights: AttentionWeights, head: int) -> dict[str, np.ndarray]:
+    """W_QK and W_OV of a query head, formed."""
+    group = weights.W_Q.shape[0] // weights.W_K.shape[0]
+    W_Q, W_O = (getattr(weights, name)[head].double().numpy() for name in ("W_Q", "W_O"))
+    W_K, W_V = (getattr(weights, name)[head // group].double().numpy() for name in ("W_K", "W_V"))
+    return {"QK": W_K @ W_Q.T, "OV": W_O.T @ W_V.T}
+
+
+def dense_score(kind: str, later: dict[str, np.ndarray], earlier: dict[str, np.ndarray]) -> float:
+    reader = {"Q": later["QK"], "K": later["QK"].T, "V": later["OV"]}[kind]
+    sizes = np.linalg.norm(reader) * np.linalg.norm(earlier["OV"])
+    return np.linalg.norm(reader @ earlier["OV"]) / sizes
+
+
+@pytest.mark.parametrize(("heads", "key_value_heads"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("d_head", [3, 20])
+def test_every_pair_of_heads_is_dense_algebra(heads, key_value_heads, d_head):
+    layers = drawn_layers(heads=heads, key_value_heads=key_value_heads, d_head=d_head)
+    found = composition_scores(layers)
+    assert [(pair.earlier, pair.later) for pair in found] == [(0, 1), (0, 2), (1, 2)]
+    for pair in found:
+        assert list(pair.scores) == ["Q", "K", "V"]
+        for kind, scores in pair.scores.items():
+            expected = [
+                [
+                    dense_score(
+                        kind, numpy_circuits(layers[pair.later], later), numpy_circuits(layers[pair.earlier], head)
+                    )
+                    for later in range(heads)
+                ]
+                for head in range(heads)
+            ]
+            np.testing.assert_allclose(scores, expected, rtol=1e-12)
+
+
+def test_the_scores_are_those_of_transformer_lens():
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    torch.manual_seed(0)
+    model = TransformerBridge.boot_native(
+        TransformerBridgeConfig(d_model=16, d_head=4, n_heads=4, n_layers=3, n_ctx=8, d_vocab=11, act_fn="gelu")
+    ).double()
+    layers = [
+        AttentionWeights(
+            layer=layer,
+            **{name: getattr(block.attn, name).detach() for name in ("W_Q", "W_K", "W_V", "W_O")},
+        )
+        for layer, block in enumerate(model.blocks)
+    ]
+    found = {(pair.earlier, pair.later): pair.scores for pair in composition_scores(layers)}
+    for kind in "QKV":
+        theirs = model.all_composition_scores(kind).scores
+        for (earlier, later), scores in found.items():
+            torch.testing.assert_close(scores[kind], theirs[earlier, :, later].double(), rtol=1e-9, atol=0)
+
+
+def rank_one(layer: int, **vectors: torch.Tensor) -> AttentionWeights:
+    """One head with d_head = 1."""
+    shaped = {
+        name: vector.reshape(1, 1, -1) if name == "W_O" else vector.reshape(1, -1, 1)
+        for name, vector in vectors.items()
+    }
+    return AttentionWeights(layer=layer, **shaped)
+
+
+def test_a_head_that_reads_what_another_writes_scores_one():
+    x, y, z = torch.eye(5)[:3]
+    first = rank_one(0, W_Q=z, W_K=z, W_V=z, W_O=2 * x)
+    second = rank_one(1, W_Q=3 * x, W_K=y, W_V=(x + y), W_O=z)
+    (pair,) = composition_scores([first, second])
+    assert pair.scores["Q"].item() == pytest.approx(1, abs=1e-15)
+    assert pair.scores["K"].item() == 0
+    assert pair.scores["V"].item() == pytest.approx(0.5**0.5, abs=1e-15)
+
+
+def test_small_scores_keep_their_digits():
+    # The second reads almost at a right angle to what the first writes, where squares of norms would cancel.
+    layers = drawn_layers(layers=2, heads=1, key_value_heads=1, d_model=40, d_head=4)
+    basis = torch.linalg.qr(torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))[0]
+    writes, reads = basis[:, :4], basis[:, 4:] + 1e-9 * basis[:, :4]
+    layers[0] = replace(layers[0], W_O=writes.T[None], W_V=layers[0].W_V.double())
+    layers[1] = replace(layers[1], W_Q=reads[None], W_K=layers[1].W_K.double())
+    (pair,) = composition_scores(layers)
+    expected = dense_score("Q", numpy_circuits(layers[1], 0), numpy_circuits(layers[0], 0))
+    assert expected < 1e-9
+    assert pair.scores["Q"].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 64])
+@pytest.mark.parametrize("outlying", [False, True])
+def test_at_full_width_the_error_is_below_a_millionth(rank, outlying):
+    # Where float32 is used: heads of any rank, some dimensions of the stream far larger than others, and scores that
+    # go down to nothing.
+    heads, d_model, d_head = 4, 768, 64
+    generator = torch.Generator().manual_seed(rank)
+    layers = []
+    for weights in drawn_layers(2, heads, heads, d_model, d_head, seed=rank):
+        mixing = torch.randn(heads, rank, d_head, generator=generator) / 8
+        scale = torch.exp(2 * torch.randn(d_model, 1, generator=generator)) if outlying else torch.ones(d_model, 1)
+        factors = {name: scale * getattr(weights, name)[..., :rank] @ mixing for name in ("W_Q", "W_K", "W_V")}
+        layers.append(replace(weights, **factors, W_O=((scale * weights.W_O.mT)[..., :rank] @ mixing).mT))
+    # The first half of the second layer's queries hardly read what the first layer writes.
+    written = torch.linalg.qr(layers[0].W_O.double().flatten(0, 1).T)[0]
+    W_Q = layers[1].W_Q.double()
+    W_Q[: heads // 2] -= (1 - 1e-3) * (written @ (written.T @ W_Q[: heads // 2]))
+    layers[1] = replace(layers[1], W_Q=W_Q, W_K=layers[1].W_K.double())
+    (pair,) = composition_scores(layers)
+    formed = [{name: circuit.dense() for name, circuit in weights.circuits().items()} for weights in layers]
+    readers = {"Q": formed[1]["QK"], "K": formed[1]["QK"].mT, "V": formed[1]["OV"]}
+    writers = formed[0]["OV"] / torch.linalg.matrix_norm(formed[0]["OV"])[:, None, None]
+    for kind, reader in readers.items():
+        reader = reader / torch.linalg.matrix_norm(reader)[:, None, None]
+        expected = torch.stack([torch.linalg.matrix_norm(reader @ writer) for writer in writers])
+        torch.testing.assert_close(pair.scores[kind], expected, rtol=1e-6, atol=0)
+
+
+def test_collapsed_circuits_compose_too():
+    layers = drawn_layers(layers=2)
+    dense = [
+        AttentionWeights(layer=weights.layer, W_QK=weights.qk().dense(), W_OV=weights.ov().dense())
+        for weights in layers
+    ]
+    (factored,), (collapsed,) = composition_scores(layers), composition_scores(dense)
+    for kind, scores in factored.scores.items():
+        torch.testing.assert_close(collapsed.scores[kind], scores, rtol=1e-12, atol=0)
+
+
+def test_basis_and_rotary_offset_are_those_of_the_circuits():
+    norm = Norm("layer_norm", gain=torch.linspace(0.5, 2, 12))
+    facts = AttentionFacts(rotary=Rotary.of_base(2))
+    layers = drawn_layers(layers=2, norm=norm, facts=facts)
+    (pair,) = composition_scores(layers, "folded_centred", rotary_offset=5)
+    formed = [
+        {"QK": weights.qk("folded_centred", 5).dense().numpy(), "OV": weights.ov("folded_centred").dense().numpy()}
+        for weights in layers
+    ]
+    for kind, scores in pair.scores.items():
+        for earlier in range(4):
+            for later in range(4):
+                expected = dense_score(
+                    kind,
+                    {name: matrix[later] for name, matrix in formed[1].items()},
+                    {name: matrix[earlier] for name, matrix in formed[0].items()},
+                )
+                assert scores[earlier, later].item() == pytest.approx(expected, rel=1e-11)
+    assert pair.chance == pytest.approx(11**-0.5)
+    assert composition_scores(layers, "folded")[0].chance == pytest.approx(12**-0.5)
+    with pytest.raises(CallError, match="no rotary positions"):
+        composition_scores(drawn_layers(), rotary_offset=3)
+
+
+def test_zero_and_damaged_heads_have_no_score_and_do_not_disturb_the_others():
+    whole, layers = drawn_layers(), drawn_layers()
+    layers[0].W_O[1] = 0
+    layers[1].W_K[2, 0, 0] = torch.nan
+    layers[2].W_V[3, 4, 1] = torch.inf
+    for pair, expected in zip(composition_scores(layers), composition_scores(whole), strict=True):
+        for kind, scores in pair.scores.items():
+            missing = torch.zeros(4, 4, dtype=torch.bool)
+            missing[1] |= pair.earlier == 0
+            missing[:, 2] |= pair.later == 1 and kind in "QK"
+            missing[:, 3] |= pair.later == 2 and kind == "V"
+            assert torch.equal(scores.isnan(), missing)
+            assert torch.equal(scores[~missing], expected.scores[kind][~missing])
+
+
+def test_stacks_are_apart_and_cross_attention_is_left_out():
+    encoder, decoder = (
+        [replace(weights, stack=stack) for weights in drawn_layers(layers=2, seed=seed)]
+        for seed, stack in enumerate(("encoder", "decoder"))
+    )
+    cross = [
+        replace(weights, stack="decoder cross", facts=AttentionFacts(cross=True)) for weights in drawn_layers(layers=2)
+    ]
+    found = composition_scores([*encoder, decoder[0], cross[0], decoder[1], cross[1]])
+    assert [(pair.stack, pair.earlier, pair.later) for pair in found] == [("encoder", 0, 1), ("decoder", 0, 1)]
+
+
+def test_streams_of_different_width_are_refused():
+    layers = [drawn_layers(layers=1)[0], replace(drawn_layers(d_model=8)[1])]
+    with pytest.raises(QkovError, match="layer 1 reads a stream of width 8 and layer 0 wrote one of width 12"):
+        composition_scores(layers)
+
+
+@pytest.mark.parametrize("d_head", [1, 4])
+@pytest.mark.parametrize("basis", ["raw", "folded_centred"])
+def test_chance_is_the_root_mean_square_of_independent_gaussian_factors(d_head, basis):
+    heads = 100
+    layers = drawn_layers(2, heads, heads, d_model=10, d_head=d_head, norm=Norm("layer_norm"))
+    (pair,) = composition_scores(layers, basis)
+    for scores in pair.scores.values():
+        squares = scores.square()
+        # Pairs that share a head are uncorrelated: given one circuit, the mean over the other is the same for all.
+        error = squares.std().item() / heads
+        assert squares.mean().item() == pytest.approx(pair.chance**2, abs=4 * error)
+        assert 4 * error < 1 / 9 - 1 / 10
