@@ -170,6 +170,18 @@ def inspect(
 
 
 @app.command()
+def families(as_json: Json = False) -> None:
+    """The families of models that are recognised, and what is named and skipped."""
+    from .families_table import families_facts, families_lines
+
+    if as_json:
+        _print_json(families_facts())
+        return
+    for line in families_lines():
+        print(line)
+
+
+@app.command()
 def track(
     run: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.")],
     mapping: Map = None,
