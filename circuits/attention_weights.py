@@ -15,7 +15,7 @@ from .rotary import Rotary
 NAMES = ("W_Q", "W_K", "W_V", "W_O", "W_QK", "W_OV")
 BIASES = ("b_Q", "b_K", "b_V", "b_O")
 
-Positions = Literal["rotary", "alibi", "relative", "absolute"]
+Positions = Literal["rotary", "alibi", "relative", "absolute", "none"]
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class AttentionFacts:
         rotary: how positions rotate queries and keys; None where they do not.
         score_scale: what multiplies the scores; None for 1/sqrt(d_head).
         soft_cap: c where scores become c tanh(score/c).
+        clip_qkv: c where queries, keys and values are clipped to [-c, c], which no circuit holds.
         window: how many tokens back a query sees, itself included; None for all.
         causal: whether a query sees only what came before it; None where that is not known.
-        positions: how the scores know positions, where not by rotation.
+        positions: how the scores know positions, where not by rotation; "none" where they do not.
         cross: whether keys and values are read from another stream.
         used_by: how many layers use these same weights.
         unknown: names of the facts that nothing told; "norm" among them where the norm in front is not known.
@@ -37,6 +38,7 @@ class AttentionFacts:
     rotary: Rotary | None = None
     score_scale: float | None = None
     soft_cap: float | None = None
+    clip_qkv: float | None = None
     window: int | None = None
     causal: bool | None = None
     positions: Positions | None = None

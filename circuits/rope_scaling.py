@@ -16,13 +16,14 @@ def scaled_rotary(
     base: float,
     pairing: Pairing,
     scaling: Dictionary[str, Any] | None,
-    max_positions: int | None,
+    max_positions: int | None = None,
+    trained_positions: int | None = None,
 ) -> Rotary:
     """Return the rotary positions of a head, with the scaling as a transformers config states it.
 
     default and linear are base^(-2i/dims), divided by the factor; llama3 divides the long wavelengths only (Dubey et
-    al. 2024). Dynamic scaling begins beyond the length of training, and is left out. Other kinds are what transformers
-    computes for them.
+    al. 2024). Dynamic scaling begins beyond the length of training, and is left out, as are the long factors of
+    longrope. Other kinds are what transformers computes for them.
 
     Args:
         d_head: of the head.
@@ -31,12 +32,18 @@ def scaled_rotary(
         pairing: of the dimensions.
         scaling: `rope_scaling` or `rope_parameters` of the config.
         max_positions: `max_position_embeddings` of the config.
+        trained_positions: `original_max_position_embeddings`, where the config says it outside of the scaling.
 
     Raises:
         QkovError: the kind of scaling is not known, or lacks a number.
     """
-    scaling = scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = dict(scaling or {})
+    # Phi-3 has called longrope "su" and "yarn".
+    kind = "longrope" if "short_factor" in scaling else scaling.get("rope_type", scaling.get("type", "default"))
+    if trained_positions is not None:
+        scaling["original_max_position_embeddings"] = trained_positions
+    elif max_positions is not None:
+        scaling.setdefault("original_max_position_embeddings", max_positions)
     try:
         if kind in _UNSCALED:
             return Rotary.of_base(dims, base, pairing)
@@ -44,10 +51,10 @@ def scaled_rotary(
             return Rotary.of_base(dims, base, pairing, factor=float(scaling["factor"]))
         if kind == "llama3":
             return _llama3(Rotary.of_base(dims, base, pairing), scaling)
-        return _by_transformers(kind, d_head, dims, base, pairing, dict(scaling), max_positions)
+        return _by_transformers(kind, d_head, dims, base, pairing, scaling, max_positions)
     except (KeyError, TypeError, ValueError) as error:
         raise QkovError(
-            f"the rotary scaling {kind!r} of the config cannot be used: {dict(scaling)} ({error!r})"
+            f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})"
         ) from error
 
 

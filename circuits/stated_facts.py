@@ -33,12 +33,14 @@ FACTS: dict[str, tuple[type, ...] | dict[str, tuple[type, ...]]] = {
         "base": _NUMBER,
         "scaling": (dict,),
         "max_positions": (int,),
+        "trained_positions": (int,),
     },
     "norm": {"kind": (str,), "eps": _NUMBER, "gain_offset": _NUMBER},
     "query_key_norm": {"kind": (str,), "eps": _NUMBER, "gain_offset": _NUMBER, "over": (str,)},
     "score_scale": _NUMBER,
     "divide_scores_by_layer": (bool,),
     "soft_cap": _NUMBER,
+    "clip_qkv": _NUMBER,
     "window": (int,),
     "causal": (bool,),
     "positions": (str,),
@@ -49,7 +51,7 @@ _CHOICES = {
     "pairing": ("halves", "adjacent"),
     "kind": ("layer_norm", "rms_norm"),
     "over": ("head", "all"),
-    "positions": ("alibi", "relative", "absolute"),
+    "positions": ("alibi", "relative", "absolute", "none"),
 }
 
 
@@ -97,10 +99,12 @@ class StatedFacts:
         if table.get("divide_scores_by_layer") is True:
             score_scale = (score_scale or (d_head or 1) ** -0.5) / (layer + 1)
         rotary = self._rotary(table.get("rotary"), d_head)
-        simple = {name: table.get(name) for name in ("soft_cap", "window", "causal", "positions")}
+        simple = {name: table.get(name) for name in ("window", "causal", "positions")}
         return AttentionFacts(
             rotary=rotary,
-            score_scale=None if score_scale is None else float(score_scale),
+            score_scale=_number(score_scale),
+            soft_cap=_number(table.get("soft_cap")),
+            clip_qkv=_number(table.get("clip_qkv")),
             **(simple | ({"positions": "rotary"} if rotary is not None and simple["positions"] is None else {})),
             cross=bool(table.get("cross", False)),
             used_by=table.get("used_by") or 1,
@@ -125,12 +129,14 @@ class StatedFacts:
         gain, bias = tensors.get(f"{side}_norm_gain"), tensors.get(f"{side}_norm_bias")
         if table is None:
             return None
+        # One long gain is that of a norm over all heads; heads that have their own come as rows.
+        joined = gain is not None and gain.ndim == 1 and gain.numel() != d_head
         return HeadNorm(
             kind=table["kind"],
             gain=_by_head(_with_offset(gain, table), d_head),
             bias=_by_head(bias, d_head),
             eps=_number(table.get("eps")),
-            over=table.get("over", "head"),
+            over=table.get("over", "all" if joined else "head"),
         )
 
     def _of(self, layer: int) -> dict[str, Any]:
@@ -152,7 +158,8 @@ class StatedFacts:
         width = table.get("dims", None if d_head is None else int(d_head * table.get("fraction", 1.0)))
         if width in (None, UNKNOWN) or base is UNKNOWN or table.get("fraction") is UNKNOWN or d_head is None:
             return Rotary(pairing=pairing)
-        return scaled_rotary(d_head, width, float(base), pairing, table.get("scaling"), table.get("max_positions"))
+        lengths = table.get("max_positions"), table.get("trained_positions")
+        return scaled_rotary(d_head, width, float(base), pairing, table.get("scaling"), *lengths)
 
     def _check(self, name: str, value: Any) -> None:
         if name not in FACTS:

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
-_POSITIONS = {"alibi": "ALiBi", "relative": "a relative bias on the scores", "absolute": "absolute"}
+_POSITIONS = {"alibi": "ALiBi", "relative": "a relative bias on the scores", "absolute": "absolute", "none": "none"}
 
 
 def inspection_lines(facts: dict[str, Any]) -> list[str]:
@@ -94,6 +94,8 @@ def _scores(layer: dict[str, Any]) -> list[str]:
         found.append(f"scores times {scale} (left out of W_QK)")
     if facts["soft_cap"] is not None:
         found.append(f"scores capped softly at {facts['soft_cap']:g}")
+    if facts["clip_qkv"] is not None:
+        found.append(f"queries, keys and values clipped at {facts['clip_qkv']:g}")
     if facts["window"] is not None:
         found.append(f"window of {facts['window']} tokens")
     return found

@@ -24,7 +24,8 @@ def attend(
         weights: raw.
         residual: what is read by queries, and by keys and values unless there is a source.
         source: what keys and values of cross-attention read.
-        score_bias: [head, query, key], what the positions add to scores where they are neither rotary nor ALiBi.
+        score_bias: [head, query, key], what the positions add to scores where they are not rotary; ALiBi's own if it is
+            not given and the facts say ALiBi.
     """
     facts = weights.facts
     read = normalised(residual.double(), weights.norm)
@@ -37,6 +38,8 @@ def attend(
             (other, weights.W_V, weights.b_V),
         )
     )
+    if facts.clip_qkv is not None:
+        q, k, v = (x.clamp(-facts.clip_qkv, facts.clip_qkv) for x in (q, k, v))
     q, k = head_normalised(q, weights.query_norm), head_normalised(k, weights.key_norm)
     if facts.rotary is not None:
         q, k = rotated(q, facts.rotary), rotated(k, facts.rotary)
@@ -46,10 +49,10 @@ def attend(
     if facts.soft_cap is not None:
         scores = facts.soft_cap * torch.tanh(scores / facts.soft_cap)
     back = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-    if facts.positions == "alibi":
-        scores = scores - alibi_slopes(weights.heads)[:, None, None] * back
     if score_bias is not None:
         scores = scores + score_bias.double()
+    elif facts.positions == "alibi":
+        scores = scores - alibi_slopes(weights.heads)[:, None, None] * back
     hidden = torch.zeros_like(back, dtype=torch.bool)
     if facts.causal:
         hidden |= back < 0
