@@ -280,7 +280,12 @@ def _filled(stack: dict[str, Any], config: Config | None, names: Iterable[str]) 
             table[name] = {**table[name], **value} if both else value
     # An empty string takes a tensor of the other cases away.
     table["tensors"] = {role: name for role, name in table["tensors"].items() if name}
-    return {name: value for name, value in table.items() if value is not None and value is not False}
+    # False takes a table of facts away; of a fact that is true or false it is the answer.
+    return {
+        name: value
+        for name, value in table.items()
+        if value is not None and (value is not False or FACTS.get(name) == (bool,))
+    }
 
 
 def _cases(

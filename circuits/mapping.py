@@ -28,8 +28,8 @@ class Mapping:
 
     Attributes:
         tensors: for each of Q, K, V, O (or QKV, or the collapsed QK, OV) the tensor's name, with {layer} where the
-            layer's number stands ({inner} for layers that lie inside numbered groups, {head} for heads that have tensors
-            of their own); also for any of `OPTIONAL`.
+            layer's number stands ({inner} for layers inside of numbered groups, {head} for heads that have tensors of
+            their own); also for any of `OPTIONAL`.
         layouts: for each of the weights its axes in einops' notation, such as "(head d_head) d_model" for a
             torch.nn.Linear. The layout of a bias follows from it.
         heads: number of query heads; needed where a layout joins the heads with another axis. That of key-value heads
@@ -83,7 +83,7 @@ class Mapping:
         found: dict[int, Names] = {}
         shared: Names = {}
         matches = {role: self._matches(template, names) for role, template in self.tensors.items()}
-        inner = 1 + max((int(match["inner"]) for of_role in matches.values() for match in of_role if "inner" in match), default=0)
+        inner = 1 + max((int(match.get("inner", 0)) for of_role in matches.values() for match in of_role), default=0)
         for role, of_role in matches.items():
             of_layer: dict[int | None, list[tuple[int, str]]] = {}
             for match in of_role:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class Family:
         layers: numbers of the layers that qkov should find.
         inputs: makes the model's inputs of the config; token ids if not given.
         source: path of the module whose output the keys and values of cross-attention read.
-        patterns: name of the model's output that holds the attention patterns of the stack.
+        patterns: path of what of the model's output holds the attention patterns of the stack.
         bias: what the model adds to the scores of a layer, [head, query, key]; none if not given.
         heads: number of query heads, where without a config neither names nor shapes tell it.
     """
@@ -109,7 +110,7 @@ def run(family: Family, model: nn.Module) -> dict[int, Seen]:
     torch.manual_seed(1)
     inputs = family.inputs(model.config) if family.inputs else {"input_ids": torch.randint(3, 50, (1, LENGTH))}
     with torch.no_grad():
-        patterns = getattr(model(**inputs, output_attentions=True), family.patterns)
+        patterns = attrgetter(family.patterns)(model(**inputs, output_attentions=True))
     for handle in handles:
         handle.remove()
     return {
