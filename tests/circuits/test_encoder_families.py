@@ -1,5 +1,6 @@
 """Encoders and encoder-decoders of transformers: attention from the extracted weights alone is the model's own."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -398,3 +399,133 @@ def test_another_layout_is_another_attention(name, role, flipped, tmp_path):
         else:
             with pytest.raises(AssertionError, match="not close"):
                 assert_same(weights, family, model, seen[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "inner", "used_by"),
+    [(4, 1, 1, 4), (4, 2, 1, 2), (2, 1, 2, 2), (4, 2, 3, 2), (3, 2, 1, 1)],
+)
+def test_layers_that_share_their_weights_are_measured_once(layers, groups, inner, used_by, tmp_path):
+    shared = {"num_hidden_layers": layers, "num_hidden_groups": groups, "inner_group_num": inner}
+    model = transformers.AlbertModel(small("AlbertConfig", embedding_size=16, **shared))
+    found = read(model, tmp_path, "")
+    assert [weights.layer for weights in found] == list(range(groups * inner))
+    for weights in found:
+        group, of_group = divmod(weights.layer, inner)
+        query = model.encoder.albert_layer_groups[group].albert_layers[of_group].attention.query.weight
+        torch.testing.assert_close(weights.W_Q, query.detach().unflatten(0, (4, 12)).mT, rtol=0, atol=0)
+        assert weights.facts.used_by == used_by
+        # Three layers in two groups: one group serves two of them, and the config does not say so of each.
+        assert ("used_by" in weights.facts.unknown) == bool(layers % groups)
+
+
+@pytest.mark.parametrize("name", ["ViT", "Dinov2"])
+def test_a_running_vision_model_calls_its_tensors_otherwise(name, tmp_path):
+    model = build(BY_NAME[name])
+    (saved := tmp_path / "saved").mkdir()
+    told = read(model, saved, "")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text((saved / "config.json").read_text())
+    found = list(open_checkpoint(tmp_path / "model.pt").layers())
+    assert [weights.layer for weights in found] == [0, 1]
+    for one, other in zip(told, found, strict=True):
+        torch.testing.assert_close(other.qk("folded").dense(), one.qk("folded").dense(), rtol=0, atol=0)
+        torch.testing.assert_close(other.ov("folded").dense(), one.ov("folded").dense(), rtol=0, atol=0)
+
+
+#: Configs as they lie beside older weights, of tiny size.
+OLD_CONFIGS = {
+    "ModernBert": {
+        "model_type": "modernbert",
+        "attention_bias": False,
+        "global_attn_every_n_layers": 2,
+        "global_rope_theta": 120000.0,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "local_attention": 8,
+        "local_rope_theta": 5000.0,
+        "max_position_embeddings": 32,
+        "norm_eps": 1e-4,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 50,
+        "pad_token_id": 0,
+    },
+    "ModernBert decoder": {
+        "model_type": "modernbert-decoder",
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 50,
+        "pad_token_id": 0,
+    },
+    "T5 encoder": {
+        "model_type": "t5",
+        "d_ff": 64,
+        "d_kv": 8,
+        "d_model": 48,
+        "layer_norm_epsilon": 1e-4,
+        "n_positions": 512,
+        "num_heads": 4,
+        "num_layers": 2,
+        "relative_attention_num_buckets": 32,
+        "vocab_size": 50,
+    },
+    "CLIP text": {
+        "model_type": "clip",
+        "projection_dim": 16,
+        "text_config": {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50},
+        "vision_config": {"hidden_size": 48, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4},
+    },
+    "Siglip text": {
+        "model_type": "siglip",
+        "text_config": {"model_type": "siglip_text_model", "hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 50},
+        "vision_config": {"hidden_size": 48, "num_hidden_layers": 2, "image_size": 8, "patch_size": 4},
+    },
+    "Whisper encoder": {
+        "model_type": "whisper",
+        "d_model": 48,
+        "decoder_attention_heads": 3,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_layers": 2,
+        "num_mel_bins": 8,
+        "pad_token_id": 0,
+        "vocab_size": 50,
+    },
+    "ViT": {
+        "model_type": "vit",
+        "hidden_size": 48,
+        "image_size": 8,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "patch_size": 4,
+    },
+    "Wav2Vec2": {
+        "model_type": "wav2vec2",
+        "do_stable_layer_norm": True,
+        "layer_norm_eps": 1e-4,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OLD_CONFIGS)
+def test_an_older_config_tells_what_transformers_reads_from_it(name, tmp_path):
+    config = BY_NAME[name].config().from_dict(OLD_CONFIGS[name])
+    getattr(transformers, BY_NAME[name].model)(config).save_pretrained(tmp_path)
+    told = list(open_checkpoint(tmp_path).layers())
+    (tmp_path / "config.json").write_text(json.dumps(OLD_CONFIGS[name]))
+    found = list(open_checkpoint(tmp_path).layers())
+    assert [(weights.stack, weights.layer, weights.heads) for weights in found] == [
+        (weights.stack, weights.layer, weights.heads) for weights in told
+    ]
+    for one, other in zip(told, found, strict=True):
+        assert other.facts == one.facts
+        assert other.facts.unknown == frozenset()
+        assert (other.norm is None) == (one.norm is None)
+        if one.norm is not None and other.norm is not None:
+            assert (other.norm.kind, other.norm.eps) == (one.norm.kind, one.norm.eps)
