@@ -7,3 +7,9 @@ class QkovError(Exception):
 
 class CallError(QkovError, ValueError):
     """The call itself was wrong: an argument, a path or a mapping. The command line exits with status 2."""
+
+
+def reason(error: BaseException) -> str:
+    """Return what an error of another library says, in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

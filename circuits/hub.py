@@ -4,7 +4,7 @@ import re
 from fnmatch import fnmatch
 from urllib.parse import quote
 
-from .errors import CallError, QkovError
+from .errors import CallError, QkovError, reason
 from .places import Place, place_of
 
 _HUB = re.compile(r"hf://(?P<repository>[^/@]+/[^/@]+)(?P<within>/.*)?")
@@ -43,7 +43,7 @@ def revisions_of(run: str, pattern: str) -> list[tuple[str, Place]]:
 def _names(repository: str) -> list[str]:
     # Slow to import, and only a run on the hub needs it.
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
         refs = HfApi().list_repo_refs(repository)
@@ -53,6 +53,6 @@ def _names(repository: str) -> list[str]:
         ) from error
     except OfflineModeIsEnabled as error:
         raise QkovError(f"{repository} is on the hub, and HF_HUB_OFFLINE forbids to ask it; unset it") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise QkovError(f"the hub does not answer for {repository} ({error}): check the connection") from error
+    except Exception as error:  # the client passes on what its own libraries raise
+        raise QkovError(f"the hub does not answer for {repository} ({reason(error)}): check the connection") from error
     return list(dict.fromkeys(ref.name for ref in (*refs.branches, *refs.tags)))

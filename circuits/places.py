@@ -158,7 +158,7 @@ class LocalPlace(Place):
 
     def _read_whole(self, descriptor: int, start: int, stop: int) -> np.ndarray:
         buffer = np.empty(stop - start, dtype=np.uint8)
-        view, done = memoryview(buffer), 0
+        view, done = buffer.data, 0
         # One call brings 2 GiB at most.
         while done < len(view):
             got = os.preadv(descriptor, [view[done:]], start + done)

@@ -1,7 +1,7 @@
 """Places that are reached through fsspec: object stores, web servers, the hub, memory."""
 
 import hashlib
-import posixpath
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
-from .errors import CallError, QkovError
+from .errors import CallError, QkovError, reason
 from .places import BLOCK, Place
 from .ranges import merged
 
@@ -22,6 +22,8 @@ _SIGNS = (
     *("generation", "VersionId", "version_id", "Last-Modified", "LastModified", "last_modified", "mtime", "modified"),
     *("updated", "created"),
 )
+#: The end of a web address that is taken for that of a file.
+_FILE = re.compile(r"://[^/]+/.*\.[A-Za-z]\w*$")
 #: How many requests are under way at once, where a driver leaves that to us.
 _AT_ONCE = 8
 
@@ -47,7 +49,7 @@ def remote_place(address: str) -> Place:
             f"{address} cannot be understood ({error}); expected a path, or an address such as s3://, hf:// or https://"
         ) from error
     except Exception as error:  # drivers raise errors of their own, at the latest when they look for credentials
-        raise QkovError(f"{address} cannot be reached ({_reason(error)})") from error
+        raise QkovError(f"{address} cannot be reached ({reason(error)})") from error
     return RemotePlace(system, path, address)
 
 
@@ -79,11 +81,11 @@ class RemotePlace(Place):
         # A server's name stands before the path of a web address, an organisation before the name of a hub model.
         above = {"http": 2, "https": 2, "hf": 1}.get(self.address.split("://")[0], 0)
         path = self._without_query(self.path).rstrip("/")
-        if path.lstrip("/").count("/") <= above + self._is_web:
+        if path.count("/") <= above:
             return None
         first, mark, rest = self.address.partition("::")
-        address = posixpath.dirname(self._without_query(first).rstrip("/")) + mark + rest
-        return RemotePlace(self.system, posixpath.dirname(path), address)
+        address = _above(self._without_query(first).rstrip("/")) + mark + rest
+        return RemotePlace(self.system, _above(path), address)
 
     def child(self, name: str) -> Place:
         """Return what has that name in this folder."""
@@ -144,13 +146,13 @@ class RemotePlace(Place):
     def stamp(self) -> str:
         """Return a hash of the size and of what the place says of the file's version.
 
-        Where it says nothing, of the file's first and last 64 KiB.
+        Where it says no more than the second of the last change, of the file's first and last 64 KiB as well.
         """
         with self._told():
             info = self.system.info(self.path)
         signs = {sign: str(info[sign]) for sign in _SIGNS if info.get(sign)}
         digest = hashlib.blake2b(f"{info.get('size')} {sorted(signs.items())}".encode(), digest_size=16)
-        if not signs:
+        if not signs.keys() - {"Last-Modified"}:
             size = info.get("size") or 0
             digest.update(self.read_bytes(0, min(size, BLOCK)))
             digest.update(self.read_bytes(max(0, size - BLOCK), size))
@@ -167,16 +169,15 @@ class RemotePlace(Place):
 
     def _child(self, name: str, info: dict[str, Any] | None) -> Place:
         part = quote(name) if self._is_web else name
+        # Of a chain of addresses, such as zip://folder::s3://bucket/file.zip, the first path is the one within.
         first, mark, rest = self.address.partition("::")
-        if mark and "://" not in first:
-            address = f"{self.address.rstrip('/')}/{part}"
-        else:
-            address = f"{first.rstrip('/')}/{part}{mark}{rest}"
-        return RemotePlace(self.system, f"{self.path.rstrip('/')}/{part}", address, info)
+        if "://" not in first:
+            first, mark, rest = self.address, "", ""
+        return RemotePlace(self.system, _joined(self.path, part), _joined(first, part) + mark + rest, info)
 
     def _kind(self) -> str | None:
-        if self._is_web and self._info is None and not self.suffix:
-            # A web server tells no folders; what has no suffix is taken for one.
+        if self._is_web and self._info is None and not _FILE.search(self._without_query(self.path)):
+            # A web server does not tell what is a folder.
             return "directory"
         try:
             if self._info is None:
@@ -225,11 +226,11 @@ class RemotePlace(Place):
             # fsspec says "not found" of a web server that does not answer, too.
             cause = error.__cause__ if self._is_web else None
             if cause is None or getattr(cause, "status", None) in (403, 404, 410):
-                raise _NotThereError(f"{self.address} does not exist ({_reason(error)})") from error
-            raise QkovError(f"{self.address} cannot be reached ({_reason(cause)}): check the address") from error
+                raise _NotThereError(f"{self.address} does not exist ({reason(error)})") from error
+            raise QkovError(f"{self.address} cannot be reached ({reason(cause)}): check the address") from error
         except Exception as error:
             raise QkovError(
-                f"{self.address} cannot be read ({_reason(error)}): check the address and the connection, "
+                f"{self.address} cannot be read ({reason(error)}): check the address and the connection, "
                 f"or copy it here and give the path of the copy"
             ) from error
 
@@ -238,6 +239,11 @@ class _NotThereError(CallError):
     """The place holds nothing."""
 
 
-def _reason(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def _above(path: str) -> str:
+    above = path.rpartition("/")[0]
+    # At the top of memory://, say.
+    return f"{above}/" if above.endswith(":/") else above
+
+
+def _joined(path: str, part: str) -> str:
+    return f"{path}{part}" if path == "" or path.endswith("/") else f"{path}/{part}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import QkovError
+from .errors import QkovError, reason
 from .named_tensors import TensorFile
 from .places import Place
 
@@ -92,8 +92,7 @@ def _load(path: Path, address: str, trust_pickle: bool) -> Any:
             ) from error
         raise QkovError(f"{address} cannot be unpickled: it was cut short, or torch.save did not write it") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise QkovError(f"{address} cannot be read as a PyTorch file ({first_line}): was it cut short?") from error
+        raise QkovError(f"{address} cannot be read as a PyTorch file ({reason(error)}): was it cut short?") from error
 
 
 def _named_global(message: str) -> str:

@@ -1,0 +1,106 @@
+"""A web server on this machine that serves byte ranges of a folder and counts what it sends."""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Traffic:
+    """The bytes of content that were sent, by the path asked for; and how the server is to behave.
+
+    Attributes:
+        sent: bytes by path.
+        requests: method and path of every request.
+        serves_ranges: whether it answers with the range asked for, or always with all.
+        cuts: answer ranges with so many bytes fewer.
+        fails: a status to answer every request with.
+        hangs_up: whether it closes the connection instead of answering.
+        signs: whether it sends the time of a file's last change.
+        codes: what the header X-Error-Code says of a path that is not there, by a part of the path.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.requests: list[tuple[str, str]] = []
+        self.serves_ranges = True
+        self.cuts = 0
+        self.fails: int | None = None
+        self.hangs_up = False
+        self.signs = True
+        self.codes: dict[str, str] = {}
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *call: object, traffic: Traffic, **options: str) -> None:
+        self.traffic = traffic
+        super().__init__(*call, **options)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        self.traffic.requests.append((self.command, self.path))
+        path = Path(self.translate_path(self.path))
+        if self.traffic.hangs_up:
+            self.close_connection = True
+        elif self.traffic.fails is not None:
+            self.send_error(self.traffic.fails)
+        elif not path.is_file():
+            super().do_GET()
+        else:
+            self._send(path)
+
+    do_HEAD = do_GET
+
+    def _send(self, path: Path) -> None:
+        content = path.read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and self.traffic.serves_ranges:
+            start, stop = int(asked[1]), min(int(asked[2]) + 1, len(content))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
+            content = content[start : stop - self.traffic.cuts]
+        else:
+            self.send_response(200)
+        if self.traffic.signs:
+            self.send_header("Last-Modified", self.date_time_string(path.stat().st_mtime))
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+            self.traffic.sent[self.path] += len(content)
+
+    def end_headers(self) -> None:
+        for part, code in self.traffic.codes.items():
+            if part in self.path and not Path(self.translate_path(self.path)).exists():
+                self.send_header("X-Error-Code", code)
+        super().end_headers()
+
+    def log_message(self, *message: object) -> None:
+        pass
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of clients that hang up."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, Traffic]]:
+    """Serve a folder: its address, and what is sent from it."""
+    traffic = Traffic()
+    server = _Server(("127.0.0.1", 0), partial(_Handler, directory=str(folder), traffic=traffic))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", traffic
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
