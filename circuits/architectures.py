@@ -24,7 +24,7 @@ from .tensor_files import TensorFile
 
 Config = Dictionary[str, Any]
 _ABSENT = object()
-_CONDITIONS = ("when", "unless", "missing", "has")
+_CONDITIONS = ("when", "unless", "missing", "told", "has")
 
 
 @dataclass(frozen=True)
@@ -305,6 +305,7 @@ def _cases(
 def _chosen(layers: dict[str, Any], config: Config | None, numbers: frozenset[int]) -> frozenset[int]:
     listed = _fill({"config": layers["config"]}, config) if "config" in layers else None
     if isinstance(listed, list):
+        listed = _written_out(listed)
         return frozenset(number for number in numbers if number < len(listed) and listed[number] == layers["is"])
     if "only" in layers:
         return numbers & frozenset(layers["only"])
@@ -318,13 +319,21 @@ def _chosen(layers: dict[str, Any], config: Config | None, numbers: frozenset[in
     return frozenset(number for number in numbers if isinstance(first, int) and number >= first)
 
 
+def _written_out(kinds: list[Any]) -> list[Any]:
+    """[[["global", "local"], 6]], as GPT-Neo says it, layer by layer."""
+    if not all(isinstance(entry, list) and len(entry) == 2 for entry in kinds):
+        return kinds
+    return [kind for several, times in kinds for _ in range(times) for kind in several]
+
+
 def _holds(case: dict[str, Any], config: Config | None, names: Iterable[str]) -> bool:
     config = config or {}
     wanted = all(_is(config, key, value) for key, value in case.get("when", {}).items())
     unwanted = any(_is(config, key, value) for key, value in case.get("unless", {}).items())
     silent = all(_look_up(config, key) is None for key in case.get("missing", ()))
+    told = all(_look_up(config, key) is not None for key in case.get("told", ()))
     there = all(_named(template, names) for template in case.get("has", ()))
-    return wanted and silent and there and not unwanted
+    return wanted and silent and told and there and not unwanted
 
 
 def _is(config: Config, key: str, value: Any) -> bool:
@@ -335,7 +344,7 @@ def _is(config: Config, key: str, value: Any) -> bool:
 def _asks_config(case: dict[str, Any]) -> bool:
     layers = case.get("layers", {})
     asks = "config" in layers or any(isinstance(value, dict) for value in layers.values())
-    return asks or any(condition in case for condition in ("when", "unless", "missing"))
+    return asks or any(condition in case for condition in ("when", "unless", "missing", "told"))
 
 
 def _untold(value: Any) -> Any:

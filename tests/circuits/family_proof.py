@@ -36,6 +36,7 @@ class Family:
         patterns: path of what of the model's output holds the attention patterns of the stack.
         bias: what the model adds to the scores of a layer, [head, query, key]; none if not given.
         heads: number of query heads, where without a config neither names nor shapes tell it.
+        dtype: to compute in, for models that cannot do float64.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Family:
     patterns: str = "attentions"
     bias: Callable[[nn.Module, int], Tensor] | None = None
     heads: int | None = None
+    dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ def small(name: str, **changes: Any) -> Any:
 
 
 def build(family: Family) -> nn.Module:
-    """The model with weights of ordinary size everywhere, biases and gains among them, in float64."""
+    """The model with weights of ordinary size everywhere, biases and gains among them."""
     torch.manual_seed(0)
     config = family.config()
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, family.model)(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.double().eval()
+    return model.to(family.dtype).eval()
 
 
 def run(family: Family, model: nn.Module) -> dict[int, Seen]:
