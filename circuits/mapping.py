@@ -60,7 +60,9 @@ class Mapping:
         """
         names = set(names)
         found, shared = self._match(names)
-        if not any(set(roles) & set(TARGETS) for roles in (*found.values(), shared)):
+        # Layers without attention may have a norm of the same name.
+        found = {layer: roles for layer, roles in found.items() if set(TARGETS) & {*roles, *shared}}
+        if not found:
             wanted = ", ".join(self.full_name(name) for role, name in self.tensors.items() if role in TARGETS)
             raise QkovError(f"{self.origin} names no tensor of the file: it asks for {wanted}; {seen(names)}")
         for layer, roles in sorted(found.items()):

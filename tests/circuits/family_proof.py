@@ -115,9 +115,11 @@ def run(family: Family, model: nn.Module) -> dict[int, Seen]:
         patterns = attrgetter(family.patterns)(model(**inputs, output_attentions=True))
     for handle in handles:
         handle.remove()
+    # Some models give nothing for layers without attention, others None.
+    of_layer = zip(family.layers, (pattern[0] for pattern in patterns if pattern is not None), strict=True)
+    source = caught.get(("source", None))
     return {
-        layer: Seen(caught["residual", layer], caught.get(("source", None)), patterns[layer][0], caught["output", layer])
-        for layer in family.layers
+        layer: Seen(caught["residual", layer], source, pattern, caught["output", layer]) for layer, pattern in of_layer
     }
 
 
