@@ -1,0 +1,130 @@
+"""What the measures ask of a model: logits for tokens and a mask, and on request its attention maps."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ...circuits.attention_weights import AttentionWeights
+from ...circuits.errors import CallError
+from ..tasks.example import Example
+
+#: Takes a layer's number and its map [batch, head, query, key], when the layer is done; what it does not keep is gone.
+MapSink = Callable[[int, Float[Tensor, "batch head query key"]], None]
+#: Takes a layer's number and what its queries, keys and values read, [batch, position, d_model], after the norm.
+InputSink = Callable[[int, Float[Tensor, "batch position d_model"]], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples side by side, padded on the right.
+
+    Attributes:
+        tokens: ids, the model's padding where the mask is false.
+        mask: true where there is a token.
+        examples: of which it was made.
+    """
+
+    tokens: Int[Tensor, "batch position"]
+    mask: Bool[Tensor, "batch position"]
+    examples: tuple[Example, ...]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], pad: int) -> "Batch":
+        """Put examples side by side.
+
+        Raises:
+            CallError: there is none.
+        """
+        if not examples:
+            raise CallError("a batch needs at least one example")
+        longest = max(len(example.tokens) for example in examples)
+        tokens = torch.full((len(examples), longest), pad, dtype=torch.long)
+        mask = torch.zeros(len(examples), longest, dtype=torch.bool)
+        for row, example in enumerate(examples):
+            tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
+            mask[row, : len(example.tokens)] = True
+        return cls(tokens, mask, tuple(examples))
+
+    @property
+    def lengths(self) -> Int[Tensor, " batch"]:
+        """How many tokens each example has."""
+        return self.mask.sum(dim=1)
+
+
+class AttentionModel(ABC):
+    """A model as the measures see it. Adapters make one of transformers', TransformerLens' and this project's models.
+
+    Attributes:
+        name: for reports.
+        layers: number of attention layers whose maps can be had.
+        heads: of each layer.
+        causal: whether a token sees only those before it.
+        context: the longest sequence that it takes; None without bound.
+        pad: id that fills up a batch; never seen through the mask.
+        mask_token: id that stands for a removed token; None where the vocabulary has none.
+        classifies: whether its outputs are classes of a sequence, read at one place; else they are next tokens.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    causal: bool
+    context: int | None
+    pad: int
+    mask_token: int | None
+    classifies: bool
+
+    @abstractmethod
+    def logits(
+        self,
+        tokens: Int[Tensor, "batch position"],
+        mask: Bool[Tensor, "batch position"],
+        *,
+        maps: MapSink | None = None,
+        inputs: InputSink | None = None,
+        embedded: Float[Tensor, "batch position d_model"] | None = None,
+    ) -> Float[Tensor, "batch *position output"]:
+        """Run the model: [batch, class] where it classifies, [batch, position, vocabulary] where it is a language model.
+
+        Args:
+            tokens: ids, padded on the right.
+            mask: true where there is a token.
+            maps: called with each layer's attention map, in order; maps carry gradients where gradients are on.
+            inputs: called with what each layer's attention reads.
+            embedded: in place of what the token embedding gives, for gradients with respect to it.
+
+        Raises:
+            CallError: a sequence is longer than the context, or maps were asked for and the model gives none; the
+                message says how to have them.
+        """
+
+    @abstractmethod
+    def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
+        """Return the token embeddings, which `logits` takes as `embedded`; without positions."""
+
+    @abstractmethod
+    def readout(self, mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
+        """Return the position at which each example's prediction is read, and so its attention."""
+
+    @abstractmethod
+    def attention_weights(self) -> list[AttentionWeights]:
+        """Return the weights of every layer, raw, for measures that go through W_OV."""
+
+    def log_probabilities(self, batch: Batch, logits: Float[Tensor, "batch *position output"]) -> list[Tensor]:
+        """Return for each example the log-probability of each of its alternatives, given what `logits` returned.
+
+        Classes for a classifier; for a language model the example's continuations where all are single tokens, else the
+        whole vocabulary. Continuations of several tokens take more than one run: see `predictions`.
+        """
+        if self.classifies:
+            return list(logits.log_softmax(dim=-1))
+        at = logits[torch.arange(len(logits), device=logits.device), self.readout(batch.mask).to(logits.device)]
+        found = []
+        for example, log_probability in zip(batch.examples, at.log_softmax(dim=-1), strict=True):
+            first = [continuation[0] for continuation in example.continuations]
+            found.append(log_probability[first] if first else log_probability)
+        return found

@@ -1,0 +1,1 @@
+"""Examples with relevant tokens: where they come from, and how they reach a model."""
