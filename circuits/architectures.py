@@ -17,7 +17,7 @@ import torch
 
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
-from .layouts import LAYOUTS, TARGETS, arrange, axes, count_heads, joins_heads
+from .layouts import LAYOUTS, TARGETS, arrange_layer, axes, count_heads, joins_heads
 from .mapping import Mapping, Names, parse_mapping, seen, template_pattern
 from .stated_facts import FACTS, UNKNOWN
 from .tensor_files import TensorFile
@@ -125,13 +125,28 @@ def recognise(
         config = config if told and all(_look_up(config, key) is not None for key in told) else None
         how += "" if config is None else f", with the numbers of {file.config_origin}"
     stacks = tuple(_mappings(found, names, config, heads, prefix))
+    _demand_distinct(stacks, file)
     if not stacks:
         wanted = ", ".join(_weights(stack)[role] for stack in found.stacks for role in _weights(stack))
+        fitting = next(iter(_fitting(file, prefix)), None)
+        hint = seen(names) if fitting is None else f"its names fit {fitting}: --family {fitting} reads it so"
         raise QkovError(
             f"{file.address} should be {found.title} ({how}), and holds none of its attention weights: "
-            f"expected {wanted}; {seen(names)}"
+            f"expected {wanted}; {hint}"
         )
     return Recognised(f"as {found.title} {how}", stacks, _skipped(names))
+
+
+def _demand_distinct(stacks: tuple[Mapping, ...], file: TensorFile) -> None:
+    found: dict[str, Mapping] = {}
+    for mapping in stacks:
+        other = found.setdefault(mapping.stack, mapping)
+        if other is not mapping:
+            first, second = (next(iter(each.tensors.values())) for each in (other, mapping))
+            raise QkovError(
+                f"{file.address} holds two attentions that cannot be told apart, {other.full_name(first)} and "
+                f"{mapping.full_name(second)}: name the tensors of one in a mapping file (--map FILE.toml)"
+            )
 
 
 def _by_model_type(model_type: str, file: TensorFile) -> Architecture:
@@ -176,7 +191,7 @@ def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
 
 
 def _fitting(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, int]]:
-    """The families whose names and shapes fit, best first: of whom most tensors and marks are there, by the longest names."""
+    """The families whose names and shapes fit, best first: of whom most tensors and marks are there, by longest names."""
     fitting = {}
     for key, architecture in architectures().items():
         if not architecture.by_names or not all(_named(mark, file.shapes) for mark in architecture.marks):
@@ -185,7 +200,7 @@ def _fitting(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, 
         for stack in architecture.stacks:
             for found in _prefixes(_without_holes(stack), set(file.shapes), prefix):
                 mapping = _placed(_without_holes(stack), found)
-                if _shapes_fit(mapping, file):
+                if _shapes_fit(mapping, file, stack):
                     matched += sum(len(names) for names in mapping.layers(file.shapes).values())
                     unnamed += len(found)
         if matched:
@@ -193,27 +208,44 @@ def _fitting(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, 
     return dict(sorted(fitting.items(), key=lambda item: item[1], reverse=True))
 
 
-def _shapes_fit(mapping: Mapping, file: TensorFile) -> bool:
-    """Whether for some number of heads the weights of a layer make circuits of one width."""
+def _shapes_fit(mapping: Mapping, file: TensorFile, stack: dict[str, Any]) -> bool:
+    """Whether for some number of heads the tensors of a layer make circuits of one width."""
     names = next(iter(mapping.layers(file.shapes).values()))
-    shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items() if role in TARGETS}
-    sizes = {size for shape in shapes.values() for size in shape}
+    shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items()}
+    sizes = {size for role, shape in shapes.items() for size in shape if role in TARGETS}
     divisors = (heads for heads in range(1, max(sizes) + 1) if any(size % heads == 0 for size in sizes))
-    return any(_fit(mapping, names, shapes, heads) for heads in ((None,) if mapping.heads is None else divisors))
+    beside = {
+        layout: file.shapes[found.group()]
+        for template, layout in stack.get("beside", {}).items()
+        for found in _named(mapping.full_name(template), file.shapes)
+    }
+    numbers = (None,) if mapping.heads is None else divisors
+    return any(_fit(mapping, names, shapes, heads, beside) for heads in numbers)
 
 
-def _fit(mapping: Mapping, names: Names, shapes: dict[str, tuple[int, ...]], heads: int | None) -> bool:
+def _fit(
+    mapping: Mapping,
+    names: Names,
+    shapes: dict[str, tuple[int, ...]],
+    heads: int | None,
+    beside: dict[str, tuple[int, ...]],
+) -> bool:
     counts = count_heads(shapes, mapping.layouts, heads)
-    arranged = {}
+    empty = {role: torch.empty(shape, device="meta") for role, shape in shapes.items()}
     try:
-        for role, shape in shapes.items():
-            empty = torch.empty(shape, device="meta")
-            arranged |= arrange(role, empty, mapping.layouts[role], counts, names[role][0], mapping.origin)
-        made = AttentionWeights(0, **{f"W_{role}": weight for role, weight in arranged.items()})
+        arranged = arrange_layer(empty, mapping.layouts, counts, names, mapping.origin)
+        made = AttentionWeights(0, **arranged)
     except (QkovError, CallError):
         return False
-    widths = {made.W_Q.shape[1] if made.W_Q is not None else None, made.W_O.shape[2] if made.W_O is not None else None}
-    return len(widths - {None}) <= 1
+    W_Q, W_O = made.W_Q, made.W_O
+    widths = {None if W_Q is None else W_Q.shape[1], None if W_O is None else W_O.shape[2]}
+    widths |= {shape[-1] for role, shape in shapes.items() if role in ("b_O", "norm_gain")}
+    widths |= {shape[axes(layout).index("d_model")] for layout, shape in beside.items()}
+    # Heads that are kept apart and seem wider than the model are read the wrong way round.
+    upright = mapping.heads is not None or W_Q is None or W_Q.shape[2] <= W_Q.shape[1]
+    biases = {name: bias.shape for name, bias in arranged.items() if name in ("b_Q", "b_K", "b_V")}
+    joined = all(shape == arranged[f"W_{name[2]}"].shape[::2] for name, shape in biases.items())
+    return len(widths - {None}) <= 1 and upright and joined
 
 
 def _mappings(
@@ -254,7 +286,7 @@ def _part_of(config: Config | None, stack: dict[str, Any]) -> Config | None:
 def _placed(
     table: dict[str, Any], prefix: str, cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = (), title: str = ""
 ) -> Mapping:
-    plain = {name: value for name, value in table.items() if name not in ("cases", "config_in")}
+    plain = {name: value for name, value in table.items() if name not in ("cases", "config_in", "beside")}
     # One head stands in where only names and shapes are asked for.
     heads = {"heads": 1} if "heads" not in plain and _needs_heads(plain) else {}
     return parse_mapping({**plain, **heads, "prefix": prefix}, title or "the family", cases)

@@ -128,6 +128,36 @@ def arrange_bias(
     return {part: weight.squeeze(1) for part, weight in arranged.items()}
 
 
+def arrange_layer(
+    tensors: Dictionary[str, Tensor],
+    layouts: Dictionary[str, str],
+    counts: HeadCounts | None,
+    names: Dictionary[str, tuple[str, ...]],
+    origin: str,
+) -> dict[str, Tensor]:
+    """Return the weights and biases among a layer's tensors, as `W_Q`, `b_Q` and so on; joined biases come apart.
+
+    Raises:
+        QkovError: as `arrange`.
+    """
+    arranged: dict[str, Tensor] = {}
+    for role, tensor in tensors.items():
+        name = names[role][0]
+        if role in TARGETS:
+            parts = arrange(role, tensor, layouts[role], counts, name, origin)
+            arranged |= {f"W_{part}": weight for part, weight in parts.items()}
+        elif role.startswith("b_"):
+            weight = role.removeprefix("b_")
+            joined = weight == "QKV" and weight not in layouts
+            biases = dict(zip(SCORES_IN, tensor.chunk(3), strict=True)) if joined else {weight: tensor}
+            for of_weight, bias in biases.items():
+                parts = arrange_bias(of_weight, bias, layouts[of_weight], counts, name, origin)
+                arranged |= {f"b_{part}": value for part, value in parts.items()}
+        else:
+            demand_floating(tensor, name)
+    return arranged
+
+
 def demand_floating(tensor: Tensor, name: str) -> None:
     """QkovError for a tensor of whole numbers, or of none."""
     if not tensor.is_floating_point():

@@ -191,7 +191,7 @@ def _demand_circuits(tensors: dict[str, str], origin: str) -> None:
             f"W_OV takes V and O (or OV)"
         )
     for role in tensors:
-        if role.startswith("b_") and role[2:] not in weights:
+        if role.startswith("b_") and role[2:] not in weights and not (role == "b_QKV" and {*SCORES_IN} <= parts):
             raise CallError(f"[tensors] of {origin} has {role} without {role[2:]}, whose bias it is")
 
 

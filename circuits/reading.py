@@ -11,7 +11,7 @@ from torch import Tensor
 from .architectures import Recognised, recognise
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
-from .layouts import TARGETS, HeadCounts, arrange, arrange_bias, count_heads, demand_floating
+from .layouts import arrange_layer, count_heads
 from .mapping import Mapping, Names
 from .saved_format import is_own, own_mapping, own_scalars
 from .tensor_files import TensorFile, open_weights
@@ -156,7 +156,7 @@ def _layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> Atte
     tensors = _read(file, names)
     shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
     counts = count_heads(shapes, mapping.layouts, mapping.heads)
-    weights = _arranged(mapping, tensors, names, counts)
+    weights = arrange_layer(tensors, mapping.layouts, counts, names, mapping.origin)
     d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
     norms = {
         f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)
@@ -180,21 +180,3 @@ def _read(file: TensorFile, names: Names) -> dict[str, Tensor]:
         role: read[of_role[0]] if len(of_role) == 1 else torch.stack([read[name] for name in of_role])
         for role, of_role in names.items()
     }
-
-
-def _arranged(
-    mapping: Mapping, tensors: dict[str, Tensor], names: Names, counts: HeadCounts | None
-) -> dict[str, Tensor]:
-    arranged: dict[str, Tensor] = {}
-    for role, tensor in tensors.items():
-        name = names[role][0]
-        if role in TARGETS:
-            parts = arrange(role, tensor, mapping.layouts[role], counts, name, mapping.origin)
-            arranged |= {f"W_{part}": weight for part, weight in parts.items()}
-        elif role.startswith("b_"):
-            weight = role.removeprefix("b_")
-            parts = arrange_bias(weight, tensor, mapping.layouts[weight], counts, name, mapping.origin)
-            arranged |= {f"b_{part}": bias for part, bias in parts.items()}
-        else:
-            demand_floating(tensor, name)
-    return arranged
