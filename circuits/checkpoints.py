@@ -78,7 +78,7 @@ def find_run(run: Path | str, revisions: str | None = None) -> Run:
         QkovError: what it holds cannot be read as it is, or its place cannot be reached.
     """
     if revisions is not None:
-        return Run(_in_order(revisions_of(str(run), revisions), str(run)), {})
+        return _in_order(revisions_of(str(run), revisions), str(run), {})
     place = place_of(run)
     if place.is_folder():
         return _run_of_folder(place)
@@ -91,17 +91,9 @@ def _run_of_folder(folder: Place) -> Run:
     contents = contents_of(folder)
     members, left_out = _members(contents)
     if members:
-        checkpoints = _in_order([(member.name, member) for member in members], str(folder))
         left_out |= dict.fromkeys((place.name for place in contents.loose), "lies beside folders of checkpoints")
-        if contents.weights is not None:
-            step, steps = _trainer_step(folder), {checkpoint.step for checkpoint in checkpoints}
-            if step is None:
-                left_out[contents.weights.name] = f"no {TRAINER_STATE} says of which step it is"
-            elif step in steps:
-                left_out[contents.weights.name] = f"is of step {step}, which has a folder of its own"
-            else:
-                checkpoints = sorted([*checkpoints, Checkpoint(step, folder.address)], key=lambda each: each.step)
-        return Run(checkpoints, left_out)
+        run = _in_order([(member.name, member) for member in members], str(folder), left_out)
+        return run if contents.weights is None else _with_final(run, folder, contents.weights.name)
     if contents.weights is not None:
         return Run([Checkpoint(_step_of(folder) or 0, folder.address)], left_out)
     if contents.refusal is not None:
@@ -109,7 +101,7 @@ def _run_of_folder(folder: Place) -> Run:
     if len(contents.loose) == 1:
         return Run([Checkpoint(_step_of_file(contents.loose[0]), contents.loose[0].address)], left_out)
     if contents.loose:
-        return Run(_in_order([(place.name, place) for place in contents.loose], str(folder)), left_out)
+        return _in_order([(place.name, place) for place in contents.loose], str(folder), left_out)
     if left_out:
         name, why = next(iter(left_out.items()))
         raise QkovError(f"{folder} holds no checkpoint that can be read: {name} {why}")
@@ -137,21 +129,30 @@ def _members(contents: Contents) -> tuple[list[Place], dict[str, str]]:
             left_out[folder.name] = f"cannot be read: {inner.refusal}"
         elif marked:
             left_out[folder.name] = "holds no weights (yet)"
-    if any(marked_step(folder.name) is not None for folder in found):
-        unmarked = [folder.name for folder in found if marked_step(folder.name) is None]
-        left_out |= dict.fromkeys(unmarked, "has no step in its name")
-        found = [folder for folder in found if folder.name not in unmarked]
     return found, left_out
 
 
-def _in_order(named: list[tuple[str, Place]], where: str) -> list[Checkpoint]:
+def _in_order(named: list[tuple[str, Place]], where: str, left_out: dict[str, str]) -> Run:
     by_step: dict[int, tuple[str, Place]] = {}
     steps = steps_of([name for name, _ in named], where)
     for (name, place), step in zip(named, steps, strict=True):
-        if step in by_step:
+        if step is None:
+            left_out[name] = "has no step in its name, and others have"
+        elif step in by_step:
             raise CallError(f"{by_step[step][0]} and {name} in {where} are both of step {step}; keep one of them")
-        by_step[step] = name, place
-    return [Checkpoint(step, by_step[step][1].address) for step in sorted(by_step)]
+        else:
+            by_step[step] = name, place
+    return Run([Checkpoint(step, by_step[step][1].address) for step in sorted(by_step)], left_out)
+
+
+def _with_final(run: Run, folder: Place, weights: str) -> Run:
+    """The model above its checkpoints is the last one, if its step is known and is none of theirs."""
+    step, checkpoints = _trainer_step(folder), run.checkpoints
+    if step is None:
+        return Run(checkpoints, run.left_out | {weights: f"no {TRAINER_STATE} says of which step it is"})
+    if step in {checkpoint.step for checkpoint in checkpoints}:
+        return Run(checkpoints, run.left_out | {weights: f"is of step {step}, which has a folder of its own"})
+    return Run(sorted([*checkpoints, Checkpoint(step, folder.address)], key=lambda each: each.step), run.left_out)
 
 
 def _step_of(folder: Place) -> int | None:
@@ -165,7 +166,7 @@ def _step_of_file(file: Place) -> int:
     step = marked_step(file.name)
     if step is None and file.parent is not None:
         step = _step_of(file.parent)
-    return steps_of([file.name], file.address)[0] if step is None else step
+    return steps_of([file.name], file.address)[0] or 0 if step is None else step
 
 
 def _trainer_step(folder: Place) -> int | None:

@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,7 @@ class LocalPlace(Place):
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the bytes of each range."""
         with self._told(), self.path.open("rb", buffering=0) as file:
-            return [self._read_whole(file.fileno(), start, stop) for start, stop in ranges]
+            return [self._read_whole(file, start, stop) for start, stop in ranges]
 
     def stamp(self) -> str:
         """Return a hash of the file's size, of the time it was last written, and of its first and last 64 KiB.
@@ -156,13 +157,14 @@ class LocalPlace(Place):
         """Give the path itself."""
         yield self.path
 
-    def _read_whole(self, descriptor: int, start: int, stop: int) -> np.ndarray:
+    def _read_whole(self, file: FileIO, start: int, stop: int) -> np.ndarray:
+        file.seek(start)
         buffer = np.empty(stop - start, dtype=np.uint8)
         view, done = buffer.data, 0
         # One call brings 2 GiB at most.
         while done < len(view):
-            got = os.preadv(descriptor, [view[done:]], start + done)
-            if got == 0:
+            got = file.readinto(view[done:])
+            if not got:
                 raise QkovError(f"{self.address} ends at byte {start + done}, before its tensors do: copy it again")
             done += got
         return buffer
@@ -188,7 +190,8 @@ def place_of(address: Path | str) -> Place:
     """
     if isinstance(address, Path):
         return LocalPlace(address)
-    if _PROTOCOL.match(address):
+    # A name with a double colon is no address by that alone.
+    if "://" in address and _PROTOCOL.match(address):
         for local in ("file://", "local://"):
             if address.startswith(local):
                 return LocalPlace(Path(address.removeprefix(local)))

@@ -26,11 +26,11 @@ def marked_step(name: str) -> int | None:
     return None
 
 
-def steps_of(names: Sequence[str], where: str) -> list[int]:
+def steps_of(names: Sequence[str], where: str) -> list[int | None]:
     """Return the step of each name.
 
-    It is the number behind "step" where a name has that, else the number behind another word for it that all names
-    have, else the one whole number that tells them apart.
+    It is the number behind the word for a step that most names have, "step" before others, and None for the names that
+    do not have it; where none has such a word, it is the one whole number that tells the names apart.
 
     Args:
         names: of the files, folders or revisions of one run.
@@ -39,16 +39,10 @@ def steps_of(names: Sequence[str], where: str) -> list[int]:
     Raises:
         CallError: the names do not tell.
     """
-    for mark in _MARKS:
-        marked = [mark.findall(_stem(name)) for name in names]
-        if all(marked):
-            return [int(found[-1]) for found in marked]
-        if mark is _MARKS[0] and any(marked):
-            unmarked = next(name for name, found in zip(names, marked, strict=True) if not found)
-            raise CallError(
-                f"{unmarked} in {where} has no step in its name; expected one such as "
-                f"model_step_500{PurePath(unmarked).suffix}"
-            )
+    by_mark = [[mark.findall(_stem(name)) for name in names] for mark in _MARKS]
+    marked = max(by_mark, key=lambda found: sum(map(bool, found)))
+    if any(marked):
+        return [int(found[-1]) if found else None for found in marked]
     # A decimal fraction, such as a loss, is no step.
     numbers = [[n for n in re.findall(r"\d+(?:\.\d+)?", _stem(name)) if "." not in n] for name in names]
     if len(names) == 1:

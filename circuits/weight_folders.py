@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from .errors import QkovError
 from .places import Place
+from .sharded_weights import read_index
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
@@ -70,7 +71,7 @@ def contents_of(folder: Place) -> Contents:
     names = list(entries)
     refusal = next((why for refused in _REFUSALS if (why := refused(folder, names))), None)
     several = _parts_of_one(names)
-    found = next((name for name in _WEIGHTS if name in entries), None)
+    found = next((name for name in _WEIGHTS if name in entries and not _is_left_over(name, entries)), None)
     if found is None:
         indices = [name for name in names if name.endswith((".safetensors.index.json", ".bin.index.json"))]
         found = indices[0] if len(indices) == 1 else None
@@ -112,6 +113,13 @@ def nothing_in(folder: Place, contents: Contents) -> str:
 def foreign_format(name: str) -> str | None:
     """Return what weights of another library a file of that name holds, and what helps; None where it is no such."""
     return next((why for pattern, why in _FOREIGN.items() if fnmatch(name, pattern)), None)
+
+
+def _is_left_over(name: str, entries: dict[str, Place]) -> bool:
+    """Whether an index is that of an older save in parts, which are gone: its model is one file now."""
+    if not name.endswith(".index.json") or name.removesuffix(".index.json") not in entries:
+        return False
+    return not set(read_index(entries[name]).values()) <= set(entries)
 
 
 def _is_loose(name: str, entry: Place) -> bool:

@@ -71,8 +71,9 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            # Counted first: a test may look as soon as it has the content.
             self.traffic.sent[self.path] += len(content)
+            self.wfile.write(content)
 
     def end_headers(self) -> None:
         for part, code in self.traffic.codes.items():
@@ -80,8 +81,8 @@ class _Handler(SimpleHTTPRequestHandler):
                 self.send_header("X-Error-Code", code)
         super().end_headers()
 
-    def log_message(self, *message: object) -> None:
-        pass
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Say nothing."""
 
 
 class _Server(ThreadingHTTPServer):

@@ -49,9 +49,9 @@ def test_a_folder_that_holds_no_run(tmp_path):
     (tmp_path / "final.pt").touch()
     assert find_checkpoints(tmp_path)[0].step == 0
     (tmp_path / "step_3.pt").touch()
-    with pytest.raises(CallError, match=r"final.pt in .* has no step in its name"):
-        find_checkpoints(tmp_path)
-    (tmp_path / "final.pt").unlink()
+    run = find_run(tmp_path)
+    assert [checkpoint.step for checkpoint in run.checkpoints] == [3]
+    assert run.left_out == {"final.pt": "has no step in its name, and others have"}
     (tmp_path / "step_03.pt").touch()
     with pytest.raises(CallError, match="both of step 3"):
         find_checkpoints(tmp_path)
@@ -74,6 +74,8 @@ def found(run):
         (["epoch=3-step=500.ckpt", "epoch=2-step=400.ckpt"], [400, 500]),
         (["checkpoint_2_iter_90.pt", "checkpoint_3_iter_70.pt"], [70, 90]),
         (["checkpoint_epoch_3_loss_0.5.pt", "checkpoint_epoch_20_loss_0.1.pt"], [3, 20]),
+        (["epoch=3-step=500.ckpt", "epoch=2-step=400.ckpt", "last.ckpt"], [400, 500]),
+        (["checkpoint-7.pt", "checkpoint-10.pt", "step2_recipe.pt"], [7, 10]),
         (["ckpt-7-v2.pt", "ckpt-10-v3.pt"], [7, 10]),
         (["filter3_000040.pt", "filter4_000050.pt"], None),
         (["filter3_000040.pt", "filter3_000050.pt"], [40, 50]),
@@ -103,7 +105,7 @@ def test_the_folders_of_a_trainer_are_in_numerical_order(tmp_path):
     assert run.left_out == {
         "checkpoint-2000": "holds no weights (yet)",
         "tmp-checkpoint-3000": "is unfinished",
-        "best": "has no step in its name",
+        "best": "has no step in its name, and others have",
     }
 
 

@@ -106,6 +106,18 @@ def test_an_index_that_does_not_agree_with_its_files(tmp_path):
         _ = file.shapes["a"]
 
 
+def test_an_index_that_an_older_save_left_does_not_count(tmp_path):
+    index = sharded(tmp_path / "m")
+    save_file({"new": torch.ones(1)}, tmp_path / "m" / "model.safetensors")
+    assert set(open_weights(tmp_path / "m").shapes) == {"a", "b", "c"}
+    for part in (tmp_path / "m").glob("model-*"):
+        part.unlink()
+    assert set(open_weights(tmp_path / "m").shapes) == {"new"}
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(QkovError, match=rf"model-00001-of-00002.safetensors is missing, and {index} names it"):
+        open_weights(tmp_path / "m")
+
+
 ORDER = [
     "model.safetensors.index.json",
     "model.safetensors",
@@ -119,7 +131,7 @@ ORDER = [
 @pytest.mark.parametrize("first", range(len(ORDER)))
 def test_the_surest_weights_of_a_folder_count(tmp_path, first):
     for name in ORDER[first:]:
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text('{"weight_map": {"a": "README.md"}}' if name.endswith(".json") else "")
     companions = (
         *("optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state_0.pth", "scaler.pt", "training_args.bin"),
         *("random_states_0.pkl", "README.md", "model.fp16.safetensors", "other.pt", "model-00001-of-00002.safetensors"),
