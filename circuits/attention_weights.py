@@ -141,7 +141,7 @@ class AttentionWeights:
             raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
         if basis == self.stored_basis:
             return self
-        if self.stored_basis != "raw":
+        if self.stored_basis != "raw" and (self.stored_basis, basis) != ("folded", "folded_centred"):
             raise CallError(
                 f"{self.place} was read from a model whose weights are in the basis {self.stored_basis}; "
                 f"they cannot be brought to {basis}: load the model without processing its weights"
@@ -265,6 +265,11 @@ class AttentionWeights:
         return self.W_V, self.W_O
 
     def _demand_rotary(self) -> Rotary:
+        if "rotary" in self.facts.unknown:
+            raise CallError(
+                f"whether positions rotate queries and keys in {self.place} is not known, so its W_QK is known at offset 0 "
+                f"alone: a config.json beside the weights tells it, or --family, or [rotary] in a mapping file"
+            )
         if self.facts.rotary is None:
             raise CallError(f"{self.place} has no rotary positions, so its W_QK is the same at every offset: ask for 0")
         return self.facts.rotary

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
@@ -33,10 +34,11 @@ class Norm:
 
     def fold(self, W: Float[Tensor, "head d_model d_head"]) -> Float64[Tensor, "head d_model d_head"]:
         """diag(gain) W, with the mean over d_model taken away for LayerNorm, in float64."""
-        folded = upcast(W)
+        # In place: folding is bound by memory.
+        folded = upcast(W).clone() if W.dtype == torch.float64 else upcast(W)
         if self.gain is not None:
-            folded = folded * upcast(self.gain)[:, None]
-        return folded - folded.mean(dim=-2, keepdim=True) if self.kind == "layer_norm" else folded
+            folded.mul_(upcast(self.gain)[:, None])
+        return folded.sub_(folded.mean(dim=-2, keepdim=True)) if self.kind == "layer_norm" else folded
 
     def fold_bias(
         self, b: Float[Tensor, "head d_head"] | None, W: Float[Tensor, "head d_model d_head"]
@@ -52,7 +54,22 @@ class Norm:
 class HeadNorm(Norm):
     """The norm of queries or of keys (QK-norm): over each head by itself, or over all of them joined.
 
-    Its gain and bias are [d_head] where the heads share them, else [head, d_head].
+    Its gain and bias are [d_head] where the heads share them, else [head, d_head]. Its kind is None where only the names
+    of its tensors are known.
     """
 
+    kind: Literal["layer_norm", "rms_norm"] | None
     over: Literal["head", "all"] = "head"
+
+
+def is_centred(W: Float[Tensor, "*batch rows columns"], dim: int) -> bool:
+    """Whether the mean over a dimension is zero but for rounding, as centring leaves it; not so where all is zero.
+
+    A mean of n numbers drawn apart is of the order 1/sqrt(n) of their size, and of numbers that were centred and then
+    rounded to a type of precision eps, eps/sqrt(n). Centring itself is done in float32.
+    """
+    eps = max(torch.finfo(W.dtype).eps, torch.finfo(torch.float32).eps)
+    tolerance = min(16 * eps, 0.1 * W.shape[dim] ** -0.5)
+    W = upcast(W)
+    size = W.square().mean(dim).sqrt()
+    return bool(size.any()) and bool((W.mean(dim).abs() <= tolerance * size).all())

@@ -126,6 +126,8 @@ class StatedFacts:
     def head_norm(self, layer: int, side: str, tensors: Dictionary[str, Tensor], d_head: int) -> HeadNorm | None:
         """Return the norm of queries (side "query") or keys ("key"), where there is one."""
         table = self._of(layer).get("query_key_norm")
+        if table is None and "query_key_norm" in self.unknown:
+            table = {"kind": None}
         gain, bias = tensors.get(f"{side}_norm_gain"), tensors.get(f"{side}_norm_bias")
         if table is None:
             return None
@@ -153,11 +155,10 @@ class StatedFacts:
             return None
         given = stated if isinstance(stated, dict) else {}
         table = {name: value for name, value in given.items() if value is not None}
-        pairing = table.get("pairing", "halves")
-        base = table.get("base", UNKNOWN)
-        width = table.get("dims", None if d_head is None else int(d_head * table.get("fraction", 1.0)))
-        if width in (None, UNKNOWN) or base is UNKNOWN or table.get("fraction") is UNKNOWN or d_head is None:
+        pairing, base = table.get("pairing", "halves"), table.get("base", UNKNOWN)
+        if d_head is None or base is UNKNOWN or UNKNOWN in (table.get("dims"), table.get("fraction")):
             return Rotary(pairing=pairing)
+        width = table.get("dims", int(d_head * table.get("fraction", 1.0)))
         lengths = table.get("max_positions"), table.get("trained_positions")
         return scaled_rotary(d_head, width, float(base), pairing, table.get("scaling"), *lengths)
 

@@ -68,7 +68,7 @@ def _layer_lines(layer: dict[str, Any]) -> list[str]:
         norm = layer["query_key_norm"]
         over = "over each head" if norm["over"] == "head" else "over all heads together"
         lines.append(
-            f"queries and keys are normalised ({_NORMS[norm['kind']]} {over}): "
+            f"queries and keys are normalised ({_NORMS.get(norm['kind'], 'how is not told,')} {over}): "
             "the scale of W_QK does not reach the scores, its directions do"
         )
     if layer["biases"]:
