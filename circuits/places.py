@@ -199,12 +199,12 @@ def place_of(address: Path | str) -> Place:
     path = Path(address)
     # A mistyped path in a folder that is there was not meant for the hub.
     if _HUB_ID.fullmatch(address) and not path.exists() and not Path(path.parts[0]).is_dir():
-        return _remote(f"hf://{address}")
+        return _remote(f"hf://{address}", f"; there is no path {address} here, either")
     return LocalPlace(path)
 
 
-def _remote(address: str) -> Place:
+def _remote(address: str, hint: str = "") -> Place:
     # fsspec and its drivers are slow to import, and most checkpoints lie here.
     from .remote_places import remote_place
 
-    return remote_place(address)
+    return remote_place(address, hint)

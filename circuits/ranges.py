@@ -14,15 +14,15 @@ def merged(
 ) -> list[tuple[tuple[int, int], list[int]]]:
     """Return requests that cover the ranges, each with the positions of the ranges that it brings.
 
-    Neighbours become one request. Gaps are bridged from the smallest on, as long as all that is bridged stays within
-    the slack.
+    For ranges of no bytes nothing is asked. Neighbours become one request. Gaps are bridged from the smallest on, as
+    long as all that is bridged stays within the slack.
 
     Args:
         ranges: [start, stop) in bytes.
         slack: the bytes that may be bridged, as a part of those wanted.
         largest: of a request that is merged, in bytes.
     """
-    order = sorted(range(len(ranges)), key=lambda position: ranges[position])
+    order = sorted((position for position, (start, stop) in enumerate(ranges) if stop > start), key=ranges.__getitem__)
     allowed = slack * sum(stop - start for start, stop in ranges)
     gaps = sorted((max(0, ranges[b][0] - ranges[a][1]), b) for a, b in pairwise(order))
     bridged = set()

@@ -44,6 +44,7 @@ class RemotePlace(Place):
         """
         super().__init__(address)
         self.system, self.path, self._info = system, path, info
+        self.hint = ""
 
     @property
     def name(self) -> str:
@@ -104,13 +105,13 @@ class RemotePlace(Place):
         requests = merged(ranges)
         with self.told():
             answers = self._answers([request for request, _ in requests])
-        found: dict[int, np.ndarray] = {}
+        found = [np.empty(0, dtype=np.uint8)] * len(ranges)
         for ((start, stop), members), answer in zip(requests, answers, strict=True):
             content = np.frombuffer(self._whole(answer, start, stop), dtype=np.uint8)
             for position in members:
                 first, last = ranges[position]
                 found[position] = content[first - start : last - start].copy()
-        return [found[position] for position in range(len(ranges))]
+        return found
 
     def stamp(self) -> str:
         """Return a hash of the size and of what the place says of the file's version.
@@ -148,11 +149,11 @@ class RemotePlace(Place):
         except Exception as error:
             raise QkovError(
                 f"{self.address} cannot be read ({reason(error)}): check the address and the connection, "
-                f"or copy it here and give the path of the copy"
+                f"or copy it here and give the path of the copy{self.hint}"
             ) from error
 
     def _not_found(self, error: FileNotFoundError) -> QkovError:
-        return NotThereError(f"{self.address} does not exist ({reason(error)})")
+        return NotThereError(f"{self.address} does not exist ({reason(error)}){self.hint}")
 
     def _open_options(self) -> dict[str, Any]:
         return {}
@@ -192,8 +193,12 @@ class RemotePlace(Place):
         return content
 
 
-def remote_place(address: str) -> Place:
+def remote_place(address: str, hint: str = "") -> Place:
     """Return the place of an fsspec address.
+
+    Args:
+        address: with its protocol.
+        hint: what to say as well where nothing is found.
 
     Raises:
         CallError: the kind of address is unknown, or its driver is not installed.
@@ -217,7 +222,9 @@ def remote_place(address: str) -> Place:
         ) from error
     except Exception as error:  # drivers raise errors of their own, such as for credentials
         raise QkovError(f"{address} cannot be reached ({reason(error)})") from error
-    return (WebPlace if protocol in ("http", "https") else RemotePlace)(system, path, address)
+    place = (WebPlace if protocol in ("http", "https") else RemotePlace)(system, path, address)
+    place.hint = hint
+    return place
 
 
 def _above(path: str) -> str:

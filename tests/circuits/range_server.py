@@ -71,9 +71,11 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
-            # Counted first: a test may look as soon as it has the content.
-            self.traffic.sent[self.path] += len(content)
-            self.wfile.write(content)
+            for start in range(0, len(content), 65536):
+                part = content[start : start + 65536]
+                # Counted first: a test may look as soon as it has the content.
+                self.traffic.sent[self.path] += len(part)
+                self.wfile.write(part)
 
     def end_headers(self) -> None:
         for part, code in self.traffic.codes.items():

@@ -60,7 +60,10 @@ def test_only_the_tensors_that_are_asked_for_are_read(tmp_path, monkeypatch):
             read.append(super().readinto(buffer))
             return read[-1]
 
-    monkeypatch.setattr("pathlib.Path.open", lambda path, *_, buffering: Counting(path))
+    def unbuffered(path, mode, buffering):
+        return Counting(path, mode)
+
+    monkeypatch.setattr("pathlib.Path.open", unbuffered)
     assert file.read(["c", "a"])["a"].sum() == 1000
     assert sum(read) == 4 * 1010
 
