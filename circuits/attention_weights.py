@@ -267,8 +267,8 @@ class AttentionWeights:
     def _demand_rotary(self) -> Rotary:
         if "rotary" in self.facts.unknown:
             raise CallError(
-                f"whether positions rotate queries and keys in {self.place} is not known, so its W_QK is known at offset 0 "
-                f"alone: a config.json beside the weights tells it, or --family, or [rotary] in a mapping file"
+                f"whether positions rotate queries and keys in {self.place} is not known, so its W_QK is known at "
+                f"offset 0 alone: a config.json beside the weights tells it, or --family, or [rotary] in a mapping file"
             )
         if self.facts.rotary is None:
             raise CallError(f"{self.place} has no rotary positions, so its W_QK is the same at every offset: ask for 0")

@@ -59,7 +59,7 @@ def _layer(weights: AttentionWeights) -> dict[str, Any]:
     }
 
 
-def _norm(norm: Norm | None) -> dict[str, Any] | None:
+def _norm(norm: Norm | HeadNorm | None) -> dict[str, Any] | None:
     if norm is None:
         return None
     told = {"kind": norm.kind, "gain": norm.gain is not None, "bias": norm.bias is not None, "eps": norm.eps}

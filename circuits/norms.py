@@ -51,14 +51,20 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadNorm(Norm):
-    """The norm of queries or of keys (QK-norm): over each head by itself, or over all of them joined.
+class HeadNorm:
+    """The norm of queries or of keys (QK-norm), which is folded into nothing.
 
-    Its gain and bias are [d_head] where the heads share them, else [head, d_head]. Its kind is None where only the names
-    of its tensors are known.
+    Attributes:
+        kind: None where only the names of its tensors are known.
+        gain, bias: as of `Norm`; [d_head] where the heads share them.
+        eps: added to the mean square; None where it is not known.
+        over: each head by itself, or all of them joined.
     """
 
     kind: Literal["layer_norm", "rms_norm"] | None
+    gain: Float[Tensor, "*head d_head"] | None = None
+    bias: Float[Tensor, "*head d_head"] | None = None
+    eps: float | None = None
     over: Literal["head", "all"] = "head"
 
 

@@ -1,0 +1,64 @@
+"""Norms and their folding, against LayerNorm and RMSNorm of torch."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from qkov.circuits.norms import Norm, is_centred
+
+HEADS, D_MODEL, D_HEAD, TOKENS = 3, 16, 5, 7
+#: Sums of 16 products in float64.
+assert_exact = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def torch_norm(kind, gain, bias, eps) -> Any:
+    module: Any = torch.nn.LayerNorm(D_MODEL, eps=eps) if kind == "layer_norm" else torch.nn.RMSNorm(D_MODEL, eps=eps)
+    module = module.double()
+    with torch.no_grad():
+        module.weight.copy_(gain)
+        if bias is not None:
+            module.bias.copy_(bias)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_folded_weights_read_the_plain_norm_as_the_raw_ones_read_the_whole(kind):
+    torch.manual_seed(0)
+    x, W, b, gain = 3 + draw(TOKENS, D_MODEL), draw(HEADS, D_MODEL, D_HEAD), draw(HEADS, D_HEAD), draw(D_MODEL)
+    bias = draw(D_MODEL) if kind == "layer_norm" else None
+    norm = Norm(kind, gain, bias, 1e-5)
+    ones, zeros = torch.ones(D_MODEL), None if bias is None else torch.zeros(D_MODEL)
+    whole, plain = torch_norm(kind, gain, bias, 1e-5)(x), torch_norm(kind, ones, zeros, 1e-5)(x)
+    folded = plain @ norm.fold(W) + norm.fold_bias(b, W)[:, None]
+    assert_exact(folded, whole @ W + b[:, None])
+
+
+def test_a_bias_of_the_norm_alone_becomes_a_bias_of_the_weights():
+    torch.manual_seed(0)
+    W, bias = draw(HEADS, D_MODEL, D_HEAD), draw(D_MODEL)
+    assert_exact(Norm("layer_norm", None, bias).fold_bias(None, W), bias @ W)
+    assert Norm("rms_norm", draw(D_MODEL)).fold_bias(None, W) is None
+
+
+def test_folding_layer_norm_takes_the_mean_over_the_read_side_away_and_rms_norm_s_does_not():
+    torch.manual_seed(0)
+    W = draw(HEADS, D_MODEL, D_HEAD)
+    assert Norm("layer_norm").fold(W).mean(dim=1).abs().max() < 1e-15
+    assert torch.equal(Norm("rms_norm").fold(W), W)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d_model", [32, 4096])
+def test_centred_weights_are_told_from_others_in_every_precision(dtype, d_model):
+    torch.manual_seed(0)
+    W = torch.randn(2, d_model, 8)
+    centred = (W - W.mean(dim=1, keepdim=True)).to(dtype)
+    assert is_centred(centred, dim=1)
+    assert not is_centred(W.to(dtype), dim=1)
+    assert not is_centred(centred, dim=2)
+    assert not is_centred(torch.zeros(2, d_model, 8, dtype=dtype), dim=1)
