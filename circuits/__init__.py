@@ -4,6 +4,8 @@ from .attention_weights import AttentionFacts, AttentionWeights
 from .checkpoints import Checkpoint, find_checkpoints
 from .errors import CallError, QkovError
 from .factored import Circuit
+from .hooked_models import OpenHookedModel
+from .live_models import open_model
 from .mapping import Mapping, read_mapping
 from .norms import BASES, Basis, HeadNorm, Norm
 from .preconditioner import Agreement, Eigenvalues, Preconditioner, agreement, exact_step, imbalance
@@ -26,6 +28,7 @@ __all__ = [
     "Mapping",
     "Norm",
     "OpenCheckpoint",
+    "OpenHookedModel",
     "Preconditioner",
     "QkovError",
     "Rotary",
@@ -36,5 +39,6 @@ __all__ = [
     "imbalance",
     "measure",
     "open_checkpoint",
+    "open_model",
     "read_mapping",
 ]
