@@ -120,7 +120,8 @@ def recognise(
         found, how = _by_model_type(str(model_type), file), f"by model_type {model_type!r} in {file.config_origin}"
     else:
         found, how = _by_names(file, prefix), "by its tensor names"
-    if model_type is None and config is not None:
+    if config is not None and (model_type is None or not found.model_types):
+        # Any training script may have put a config there: it has to show that it is of this family.
         told = set(found.config_keys)
         config = config if told and all(_look_up(config, key) is not None for key in told) else None
         how += "" if config is None else f", with the numbers of {file.config_origin}"
@@ -191,7 +192,7 @@ def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
 
 
 def _fitting(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, int]]:
-    """The families whose names and shapes fit, best first: of whom most tensors and marks are there, by longest names."""
+    """The families whose names and shapes fit, best first: of whom most tensors and marks are there, by name."""
     fitting = {}
     for key, architecture in architectures().items():
         if not architecture.by_names or not all(_named(mark, file.shapes) for mark in architecture.marks):

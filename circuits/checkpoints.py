@@ -43,7 +43,7 @@ class Checkpoint:
         if folder is not None:
             if weights.name.endswith(".index.json"):
                 places += [folder.child(shard) for shard in sorted(set(read_index(weights).values()))]
-            places += sidecars_of(folder).places
+            places += sidecars_of(folder, weights.name).places
         return hashlib.blake2b(json.dumps([place.stamp() for place in places]).encode(), digest_size=16).hexdigest()
 
 

@@ -68,7 +68,7 @@ def count_heads(
         own_heads, own_width, joined = widths[role]
         query = query or own_heads or (1 if "head" not in axes(layouts[role]) else None)
         if query is None:
-            return None
+            continue
         d_head = own_width or (joined // query if joined and joined % query == 0 else None)
         if d_head:
             break

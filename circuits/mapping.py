@@ -11,10 +11,12 @@ from .errors import CallError, QkovError
 from .layouts import LAYOUTS, SCORES_IN, TARGETS, axes, joins_heads
 from .stated_facts import FACTS, UNKNOWN, StatedFacts
 
-#: Tensors that may be there or not: biases, the norm in front of attention, the norms of queries and keys.
+#: Tensors that may be there or not: biases, the norm in front of attention, the norms of queries and keys, the tables
+#: [position, dims] by which positions rotate.
 OPTIONAL = (
     *("b_Q", "b_K", "b_V", "b_QKV", "b_O", "norm_gain", "norm_bias"),
     *("query_norm_gain", "query_norm_bias", "key_norm_gain", "key_norm_bias"),
+    *("rotary_sin", "rotary_cos"),
 )
 _KEYS = {"prefix", "heads", "layout", "stack", "tensors", "scalars", *FACTS}
 

@@ -1,7 +1,7 @@
 """Open a checkpoint and read its attention weights, one layer at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
 from .layouts import arrange_layer, count_heads
 from .mapping import Mapping, Names
+from .norms import Basis, Norm, is_centred
+from .rotary import Rotary
 from .saved_format import is_own, own_mapping, own_scalars
 from .tensor_files import TensorFile, open_weights
+from .wrapped_names import unwrapped
 
 
 class OpenCheckpoint:
@@ -105,6 +108,7 @@ class ReadingOptions:
             return OpenCheckpoint(file, Recognised(f"by {self.mapping.origin}", (self.mapping,)))
         if is_own(file):
             return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
+        file = unwrapped(file)
         return OpenCheckpoint(file, recognise(file, self.family, self.heads, self.prefix))
 
     def settings(self) -> dict[str, Any]:
@@ -163,14 +167,30 @@ def _layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> Atte
         for side in ("query", "key")
         if f"{side}_norm_gain" in tensors or f"{side}_norm_gain" not in mapping.tensors
     }
-    return AttentionWeights(
-        layer=layer,
-        stack=mapping.stack,
-        facts=mapping.facts.of_layer(layer, d_head),
-        norm=mapping.facts.norm(layer, tensors),
-        **weights,
-        **norms,
-    )
+    facts = mapping.facts.of_layer(layer, d_head)
+    if "rotary_sin" in tensors and "rotary_cos" in tensors:
+        rotary = Rotary.of_tables(tensors["rotary_sin"], tensors["rotary_cos"])
+        facts = replace(facts, rotary=rotary, positions="rotary")
+    norm = mapping.facts.norm(layer, tensors)
+    return _folded(AttentionWeights(layer, **weights, **norms, norm=norm, facts=facts, stack=mapping.stack))
+
+
+def _folded(weights: AttentionWeights) -> AttentionWeights:
+    """The weights, in the basis that they are in where the norm in front is not known and the weights tell.
+
+    Folding LayerNorm leaves readers whose mean over the model's width is zero, which training does not.
+    """
+    read, written = (weights.W_Q, weights.W_K, weights.W_V), weights.W_O
+    if "norm" not in weights.facts.unknown or not all(W is not None and _is_centred(W) for W in read):
+        return weights
+    facts = replace(weights.facts, unknown=weights.facts.unknown - {"norm"})
+    basis: Basis = "folded_centred" if written is not None and is_centred(written, dim=-1) else "folded"
+    return replace(weights, norm=Norm("layer_norm"), facts=facts, stored_basis=basis)
+
+
+def _is_centred(W: Tensor) -> bool:
+    """Whether the mean over the width of the model is zero in every head; most weights fail at the first."""
+    return is_centred(W[:1], dim=-2) and is_centred(W, dim=-2)
 
 
 def _read(file: TensorFile, names: Names) -> dict[str, Tensor]:

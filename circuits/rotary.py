@@ -47,6 +47,26 @@ class Rotary:
         frequencies = tuple(base ** (-2 * pair / dims) / factor for pair in range(dims // 2))
         return cls(dims=dims, pairing=pairing, frequencies=frequencies)
 
+    @classmethod
+    def of_tables(cls, sine: Float[Tensor, "position dims"], cosine: Float[Tensor, "position dims"]) -> "Rotary":
+        """What sine and cosine tables of a model tell, as exactly as they do: position 1 turns by the frequencies.
+
+        Raises:
+            CallError: the tables have no position 1, or pair dimensions in another way than by halves or neighbours.
+        """
+        if sine.shape != cosine.shape or sine.shape[0] < 2 or sine.shape[1] % 2:
+            raise CallError(
+                f"rotary tables should be alike, of two positions or more and of dimensions in pairs, got "
+                f"{list(sine.shape)} and {list(cosine.shape)}"
+            )
+        angles = torch.atan2(upcast(sine[1]), upcast(cosine[1]))
+        first, second = angles.chunk(2)
+        if torch.equal(first, second):
+            return cls(len(angles), "halves", tuple(first.tolist()))
+        if torch.equal(angles[::2], angles[1::2]):
+            return cls(len(angles), "adjacent", tuple(angles[::2].tolist()))
+        raise CallError("rotary tables pair the dimensions neither by halves nor by neighbours")
+
     def rotate(self, rows: Float[Tensor, "*batch d_head"], offset: int) -> Float64[Tensor, "*batch d_head"]:
         """R(offset) applied to each row, in float64.
 

@@ -11,6 +11,12 @@ from .step_names import marked_step
 
 TRAINER_STATE = "trainer_state.json"
 _CONFIGS = ("config.json", "params.json", "model_config.yaml", "lit_config.json")
+#: Weights in a library's own form go by the config of that form, whatever else lies beside them.
+_CONFIGS_OF = {
+    "lit_model.pth": ("model_config.yaml", "lit_config.json"),
+    "consolidated.00.pth": ("params.json",),
+    "consolidated.safetensors": ("params.json",),
+}
 
 
 @dataclass(frozen=True)
@@ -26,16 +32,21 @@ class Sidecars:
         return [place for place in (self.config, self.trainer_state) if place is not None]
 
 
-def sidecars_of(folder: Place) -> Sidecars:
+def sidecars_of(folder: Place, weights: str) -> Sidecars:
     """Return what stands in the weights' folder, and the config above it where the folder is a step of a run.
+
+    Args:
+        folder: that holds the weights.
+        weights: the name of their file.
 
     Raises:
         QkovError: the place cannot be reached.
     """
-    config = _first(folder, _CONFIGS)
+    names = _CONFIGS_OF.get(weights, _CONFIGS)
+    config = _first(folder, names)
     above = folder.parent
     if config is None and above is not None and marked_step(folder.name) is not None:
-        config = _first(above, _CONFIGS)
+        config = _first(above, names)
     return Sidecars(config, _first(folder, (TRAINER_STATE,)))
 
 

@@ -26,7 +26,7 @@ def open_weights(address: Path | str, trust_pickle: bool = False) -> TensorFile:
     place = place_of(address)
     weights = weights_at(place)
     file = _open(weights, trust_pickle)
-    sidecars = Sidecars(None, None) if weights.parent is None else sidecars_of(weights.parent)
+    sidecars = Sidecars(None, None) if weights.parent is None else sidecars_of(weights.parent, weights.name)
     if sidecars.config is not None:
         file.config, file.config_origin = read_config(sidecars.config), sidecars.config.name
     if sidecars.trainer_state is not None:
