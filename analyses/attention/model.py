@@ -65,6 +65,7 @@ class AttentionModel(ABC):
         causal: whether a token sees only those before it.
         context: the longest sequence that it takes; None without bound.
         pad: id that fills up a batch; never seen through the mask.
+        own_padding: whether pad is the vocabulary's own padding token; false where some id has to serve.
         mask_token: id that stands for a removed token; None where the vocabulary has none.
         classifies: whether its outputs are classes of a sequence, read at one place; else they are next tokens.
     """
@@ -77,6 +78,7 @@ class AttentionModel(ABC):
     pad: int
     mask_token: int | None
     classifies: bool
+    own_padding: bool = True
 
     @abstractmethod
     def logits(
@@ -108,7 +110,36 @@ class AttentionModel(ABC):
 
     @abstractmethod
     def readout(self, mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
-        """Return the position at which each example's prediction is read, and so its attention."""
+        """Return the position at which each example's prediction is read, and so its attention.
+
+        Where the tokens say it, as the mask token does for a masked language model, only `reading_positions` knows.
+
+        Raises:
+            CallError: the mask alone does not tell.
+        """
+
+    def reading_positions(self, batch: Batch) -> Int[Tensor, " batch"]:
+        """Return the position at which each example's prediction is read, for any model.
+
+        Raises:
+            CallError: an example has no such place.
+        """
+        return self.readout(batch.mask)
+
+    def logits_at(
+        self,
+        tokens: Int[Tensor, "batch position"],
+        mask: Bool[Tensor, "batch position"],
+        places: Int[Tensor, "batch place"],
+        *,
+        embedded: Float[Tensor, "batch position d_model"] | None = None,
+    ) -> Float[Tensor, "batch place vocabulary"]:
+        """Return a language model's logits at some positions of each example.
+
+        A model that can should leave out the others: a vocabulary is large.
+        """
+        logits = self.logits(tokens, mask, embedded=embedded)
+        return logits.gather(1, places.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
 
     @abstractmethod
     def attention_weights(self) -> list[AttentionWeights]:
@@ -122,7 +153,7 @@ class AttentionModel(ABC):
         """
         if self.classifies:
             return list(logits.log_softmax(dim=-1))
-        at = logits[torch.arange(len(logits), device=logits.device), self.readout(batch.mask).to(logits.device)]
+        at = logits[torch.arange(len(logits), device=logits.device), self.reading_positions(batch).to(logits.device)]
         found = []
         for example, log_probability in zip(batch.examples, at.log_softmax(dim=-1), strict=True):
             first = [continuation[0] for continuation in example.continuations]
