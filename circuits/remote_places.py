@@ -207,11 +207,12 @@ def remote_place(address: str, hint: str = "") -> Place:
     import fsspec
     from fsspec.registry import known_implementations
 
-    from .web_places import WebPlace
+    from .web_places import WebPlace, web_options
 
     protocol = address.split("::", 1)[0].split("://", 1)[0]
+    is_web = protocol in ("http", "https")
     try:
-        system, path = fsspec.url_to_fs(address)
+        system, path = fsspec.url_to_fs(address, **(web_options() if is_web else {}))
     except ImportError as error:
         driver = known_implementations.get(protocol, {}).get("class", "fsspec").split(".")[0]
         install = f"pip install {driver}" if driver != "fsspec" else str(error)
@@ -222,7 +223,7 @@ def remote_place(address: str, hint: str = "") -> Place:
         ) from error
     except Exception as error:  # drivers raise errors of their own, such as for credentials
         raise QkovError(f"{address} cannot be reached ({reason(error)})") from error
-    place = (WebPlace if protocol in ("http", "https") else RemotePlace)(system, path, address)
+    place = (WebPlace if is_web else RemotePlace)(system, path, address)
     place.hint = hint
     return place
 

@@ -76,3 +76,10 @@ class WebPlace(RemotePlace):
         if self._info is None and not _FILE.search(urlsplit(self.path).path):
             return "directory"
         return super()._kind()
+
+
+def web_options() -> dict[str, Any]:
+    """Return how a web server is spoken to: a large file may take its time, but a server that is silent may not."""
+    from aiohttp import ClientTimeout
+
+    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}
