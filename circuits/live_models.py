@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from .architectures import Recognised, recognise
 from .attention_modules import has_attention_modules, mappings_of
 from .errors import CallError, QkovError
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .live_weights import LiveWeights
 from .mapping import Mapping
 from .reading import OpenCheckpoint
+from .recognition import Recognised, recognise
 
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 

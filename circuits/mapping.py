@@ -114,6 +114,12 @@ def template_pattern(template: str) -> str:
     return escaped
 
 
+def named(template: str, names: Iterable[str]) -> list[re.Match[str]]:
+    """The names that the template fits, whatever stands before them."""
+    pattern = re.compile(r"(?:.+\.)?" + template_pattern(template))
+    return [match for match in map(pattern.fullmatch, names) if match]
+
+
 def read_mapping(path: Path) -> Mapping:
     """Read a mapping from a TOML file. What it does not say of norm and score scale counts as not known.
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .architectures import Recognised, recognise
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
 from .layouts import arrange_layer, count_heads
 from .mapping import Mapping, Names
 from .norms import Basis, Norm, is_centred
+from .recognition import Recognised, recognise
 from .rotary import Rotary
 from .saved_format import is_own, own_mapping, own_scalars
 from .tensor_files import TensorFile, open_weights
