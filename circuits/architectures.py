@@ -24,7 +24,8 @@ class Architecture:
         model_types: what transformers calls the models of the family.
         stacks: the mapping of each stack, with holes.
         by_names: whether tensor names alone recognise it; families that share them with another leave it to that one.
-        marks: tensors beside those of attention that have to be there for its names alone to recognise it.
+        marks: tensors that have to be there for its names alone to recognise it. Of two families that fit as well, the
+            one with more of them beside its attention's own is meant.
         needs_config: facts that its names do not tell without a config, since other families have the same ones.
         config_keys: keys that make a config without model_type one of this family's.
     """

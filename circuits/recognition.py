@@ -133,7 +133,8 @@ def _fitting(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, 
                     matched += sum(len(names) for names in mapping.layers(file.shapes).values())
                     unnamed += len(found)
         if matched:
-            fitting[key] = (matched, len(architecture.marks), -unnamed)
+            own = {name for stack in architecture.stacks for name in stack["tensors"].values()}
+            fitting[key] = (matched, len(set(architecture.marks) - own), -unnamed)
     return dict(sorted(fitting.items(), key=lambda item: item[1], reverse=True))
 
 
@@ -170,8 +171,9 @@ def _fit(
     widths = {None if W_Q is None else W_Q.shape[1], None if W_O is None else W_O.shape[2]}
     widths |= {shape[-1] for role, shape in shapes.items() if role in ("b_O", "norm_gain")}
     widths |= {shape[axes(layout).index("d_model")] for layout, shape in beside.items()}
-    # Heads that are kept apart and seem wider than the model are read the wrong way round.
-    upright = mapping.heads is not None or W_Q is None or W_Q.shape[2] <= W_Q.shape[1]
+    # Where no bias or gain shows the width, heads that seem wider than the model are read the wrong way round.
+    shown = mapping.heads is not None or any(role.startswith("b_") or role == "norm_gain" for role in shapes)
+    upright = shown or W_Q is None or W_Q.shape[2] <= W_Q.shape[1]
     biases = {name: bias.shape for name, bias in arranged.items() if name in ("b_Q", "b_K", "b_V")}
     joined = all(shape == arranged[f"W_{name[2]}"].shape[::2] for name, shape in biases.items())
     return len(widths - {None}) <= 1 and upright and joined

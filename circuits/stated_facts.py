@@ -41,6 +41,7 @@ FACTS: dict[str, tuple[type, ...] | dict[str, tuple[type, ...]]] = {
     "divide_scores_by_layer": (bool,),
     "soft_cap": _NUMBER,
     "clip_qkv": _NUMBER,
+    "sinks": (bool,),
     "window": (int,),
     "causal": (bool,),
     "positions": (str,),
@@ -105,6 +106,7 @@ class StatedFacts:
             score_scale=_number(score_scale),
             soft_cap=_number(table.get("soft_cap")),
             clip_qkv=_number(table.get("clip_qkv")),
+            sinks=bool(table.get("sinks", False)),
             **(simple | ({"positions": "rotary"} if rotary is not None and simple["positions"] is None else {})),
             cross=bool(table.get("cross", False)),
             used_by=table.get("used_by") or 1,
@@ -134,7 +136,7 @@ class StatedFacts:
         # One long gain is that of a norm over all heads; heads that have their own come as rows.
         joined = gain is not None and gain.ndim == 1 and gain.numel() != d_head
         return HeadNorm(
-            kind=table["kind"],
+            kind=None if table["kind"] is UNKNOWN else table["kind"],
             gain=_by_head(_with_offset(gain, table), d_head),
             bias=_by_head(bias, d_head),
             eps=_number(table.get("eps")),
