@@ -1,0 +1,28 @@
+"""What every measure of attention keeps to."""
+
+import pytest
+import torch
+from qkov.analyses.attention.measures import MEASURES, measure_named
+from qkov.circuits.errors import CallError
+
+from .toy_attention import ToyAttention, batch_of
+
+
+@pytest.mark.parametrize("name", MEASURES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_are_distributions_over_each_example_s_tokens_and_do_not_depend_on_its_neighbours(name, causal):
+    model, batch = ToyAttention(causal=causal), batch_of(6, 3, 1)
+    rows = measure_named(name)(model, batch)
+    assert rows.shape == batch.mask.shape
+    assert rows.dtype == torch.float64
+    assert (rows >= 0).all()
+    assert rows[~batch.mask].count_nonzero() == 0
+    torch.testing.assert_close(rows.sum(dim=1), torch.ones(3, dtype=torch.float64), rtol=1e-12, atol=0)
+    for row, example in zip(rows, batch.examples, strict=True):
+        alone = measure_named(name)(model, type(batch).of([example], pad=0))[0]
+        torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-6, atol=1e-9)
+
+
+def test_an_unknown_name_is_answered_with_those_known():
+    with pytest.raises(CallError, match=r"'roll'; there are rollout, attention flow, last layer"):
+        measure_named("roll")

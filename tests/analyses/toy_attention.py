@@ -1,0 +1,83 @@
+"""A small transformer of attention alone, in float64 and the plainest way, as the measures see a model."""
+
+import torch
+from qkov.analyses.attention.model import AttentionModel, Batch
+from qkov.analyses.tasks.example import Example
+from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
+
+VOCABULARY, PAD = 11, 0
+
+
+class ToyAttention(AttentionModel):
+    """Attention with a residual stream, no positions and no norms, which classifies from what is at the readout.
+
+    That is the last token if it is causal, and the first if it is not.
+    """
+
+    name, classifies, context, pad, mask_token = "toy", True, None, PAD, None
+
+    def __init__(self, layers=3, heads=4, causal=True, key_value_heads=None, d_model=8, d_head=3, clip=None, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape):
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        kv = key_value_heads or heads
+        self.layers, self.heads, self.causal = layers, heads, causal
+        self.embedding, self.unembedding = drawn(VOCABULARY, d_model), drawn(d_model, 3)
+        self.blocks = [
+            AttentionWeights(
+                layer=layer,
+                W_Q=drawn(heads, d_model, d_head) / 4,
+                W_K=drawn(kv, d_model, d_head) / 4,
+                W_V=drawn(kv, d_model, d_head) / 4,
+                W_O=drawn(heads, d_head, d_model) / 4,
+                b_V=drawn(kv, d_head),
+                facts=AttentionFacts(clip_qkv=clip, causal=causal),
+            )
+            for layer in range(layers)
+        ]
+
+    def logits(self, tokens, mask, *, maps=None, inputs=None, embedded=None):
+        stream = self.embed(tokens) if embedded is None else embedded
+        hidden = ~mask[:, None, None, :]
+        if self.causal:
+            hidden = hidden | torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        for layer, weights in enumerate(self.blocks):
+            if inputs is not None:
+                inputs(layer, stream)
+            queries, keys, values = (
+                torch.einsum("bnm,hmd->bhnd", stream, W).repeat_interleave(self.heads // len(W), dim=1)
+                for W in (weights.W_Q, weights.W_K, weights.W_V)
+            )
+            values = values + weights.b_V.repeat_interleave(weights.group_size, dim=0)[:, None]
+            if weights.facts.clip_qkv is not None:
+                values = values.clamp(-weights.facts.clip_qkv, weights.facts.clip_qkv)
+            attention = (queries @ keys.mT).masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            if maps is not None:
+                maps(layer, attention)
+            stream = stream + torch.einsum("bhqk,bhkd,hdm->bqm", attention, values, weights.W_O)
+        return stream[torch.arange(len(tokens)), self.readout(mask)] @ self.unembedding
+
+    def embed(self, tokens):
+        return self.embedding[tokens]
+
+    def readout(self, mask):
+        return mask.sum(dim=1) - 1 if self.causal else torch.zeros(len(mask), dtype=torch.long)
+
+    def attention_weights(self):
+        return self.blocks
+
+
+def kept_maps(model, batch):
+    """Every layer's map of the batch, as the model gives it."""
+    maps = {}
+    with torch.no_grad():
+        model.logits(batch.tokens, batch.mask, maps=maps.__setitem__)
+    return list(maps.values())
+
+
+def batch_of(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(1, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return Batch.of([Example(tuple(tokens), label=0) for tokens in drawn], pad=PAD)
