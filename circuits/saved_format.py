@@ -74,3 +74,17 @@ def own_scalars(file: TensorFile) -> dict[str, float]:
         raise QkovError(
             f"{file.address} says it is a {FORMAT!r}, and the scalars in its metadata are damaged"
         ) from error
+
+
+def own_settings(file: TensorFile) -> dict[str, Any]:
+    """Return what made the run, as it was saved with the weights.
+
+    Raises:
+        QkovError: the metadata is damaged.
+    """
+    try:
+        return dict(json.loads(file.metadata[_KEY])["settings"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise QkovError(
+            f"{file.address} says it is a {FORMAT!r}, and the settings in its metadata are damaged"
+        ) from error

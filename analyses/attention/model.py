@@ -90,7 +90,7 @@ class AttentionModel(ABC):
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
-        """Run the model: [batch, class] where it classifies, [batch, position, vocabulary] where it is a language model.
+        """Run the model: [batch, class] of a classifier, [batch, position, vocabulary] of a language model.
 
         Args:
             tokens: ids, padded on the right.
@@ -132,13 +132,14 @@ class AttentionModel(ABC):
         mask: Bool[Tensor, "batch position"],
         places: Int[Tensor, "batch place"],
         *,
+        maps: MapSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch place vocabulary"]:
         """Return a language model's logits at some positions of each example.
 
         A model that can should leave out the others: a vocabulary is large.
         """
-        logits = self.logits(tokens, mask, embedded=embedded)
+        logits = self.logits(tokens, mask, maps=maps, embedded=embedded)
         return logits.gather(1, places.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
 
     @abstractmethod
