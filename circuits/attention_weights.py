@@ -27,6 +27,7 @@ class AttentionFacts:
         score_scale: what multiplies the scores; None for 1/sqrt(d_head).
         soft_cap: c where scores become c tanh(score/c).
         clip_qkv: c where queries, keys and values are clipped to [-c, c], which no circuit holds.
+        sinks: whether a learned score of each head that is no token's takes part of its attention.
         window: how many tokens back a query sees, itself included; None for all.
         causal: whether a query sees only what came before it; None where that is not known.
         positions: how the scores know positions, where not by rotation; "none" where they do not.
@@ -39,6 +40,7 @@ class AttentionFacts:
     score_scale: float | None = None
     soft_cap: float | None = None
     clip_qkv: float | None = None
+    sinks: bool = False
     window: int | None = None
     causal: bool | None = None
     positions: Positions | None = None

@@ -96,6 +96,8 @@ def _scores(layer: dict[str, Any]) -> list[str]:
         found.append(f"scores capped softly at {facts['soft_cap']:g}")
     if facts["clip_qkv"] is not None:
         found.append(f"queries, keys and values clipped at {facts['clip_qkv']:g}")
+    if facts["sinks"]:
+        found.append("a learned sink takes part of each head's attention")
     if facts["window"] is not None:
         found.append(f"window of {facts['window']} tokens")
     return found

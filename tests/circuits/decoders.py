@@ -282,6 +282,15 @@ FAMILIES = [
         layer_types=["sliding_attention", "full_attention"],
         **_WIDE,
     ),
+    Family(
+        "gpt_oss",
+        lambda: small(
+            "GptOssConfig", num_local_experts=2, num_experts_per_tok=1, sliding_window=5, pad_token_id=0, **_WIDE
+        ),
+        "GptOssForCausalLM",
+        **_BLOCKS,
+        sinks=lambda model, layer: model.model.layers[layer].self_attn.sinks,
+    ),
     Family("jamba", jamba, "JambaForCausalLM", **_BLOCKS, layers=[1]),
     Family("bamba", bamba, "BambaForCausalLM", **_BLOCKS, layers=[1]),
 ]

@@ -35,6 +35,7 @@ class Family:
         source: path of the module whose output the keys and values of cross-attention read.
         patterns: path of what of the model's output holds the attention patterns of the stack.
         bias: what the model adds to the scores of a layer, [head, query, key]; none if not given.
+        sinks: the learned scores of a layer that are no token's, [head]; none if not given.
         heads: number of query heads, where without a config neither names nor shapes tell it.
         dtype: to compute in, for models that cannot do float64.
     """
@@ -50,6 +51,7 @@ class Family:
     source: str | None = None
     patterns: str = "attentions"
     bias: Callable[[nn.Module, int], Tensor] | None = None
+    sinks: Callable[[nn.Module, int], Tensor] | None = None
     heads: int | None = None
     dtype: torch.dtype = torch.float64
 
@@ -139,7 +141,8 @@ def read_by_names(model: nn.Module, folder: Path, stack: str, heads: int | None 
 def assert_same(weights: AttentionWeights, family: Family, model: nn.Module, seen: Seen) -> None:
     """Pattern and output from the weights alone are what the model gave."""
     bias = family.bias(model, weights.layer) if family.bias else None
-    attended = attend(weights, seen.residual, source=seen.source, score_bias=bias)
+    sinks = family.sinks(model, weights.layer) if family.sinks else None
+    attended = attend(weights, seen.residual, source=seen.source, score_bias=bias, sinks=sinks)
     torch.testing.assert_close(attended.pattern, seen.pattern.double(), rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(attended.output, seen.output.double(), rtol=TOLERANCE, atol=TOLERANCE)
 

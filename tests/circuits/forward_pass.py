@@ -16,7 +16,11 @@ class Attended:
 
 
 def attend(
-    weights: AttentionWeights, residual: Tensor, source: Tensor | None = None, score_bias: Tensor | None = None
+    weights: AttentionWeights,
+    residual: Tensor,
+    source: Tensor | None = None,
+    score_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Attended:
     """What one sequence's attention gives: residual [query, d_model] as the layer receives it, before any norm.
 
@@ -26,6 +30,7 @@ def attend(
         source: what keys and values of cross-attention read.
         score_bias: [head, query, key], what the positions add to scores where they are not rotary; ALiBi's own if it is
             not given and the facts say ALiBi.
+        sinks: [head], scores of no token that take part of the attention.
     """
     facts = weights.facts
     read = normalised(residual.double(), weights.norm)
@@ -58,7 +63,12 @@ def attend(
         hidden |= back < 0
     if facts.window is not None:
         hidden |= back.abs() >= facts.window
-    pattern = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if facts.sinks:
+        with_sink = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+        pattern = with_sink.softmax(dim=-1)[..., :-1]
+    else:
+        pattern = scores.softmax(dim=-1)
     output = torch.einsum("hqk,hkd,hdm->qm", pattern, v, weights.W_O.double())
     return Attended(pattern, output if weights.b_O is None else output + weights.b_O.double())
 
@@ -95,7 +105,9 @@ def head_normalised(x: Tensor, norm: HeadNorm | None) -> Tensor:
 def rotated(x: Tensor, rotary: Rotary) -> Tensor:
     """Each position's row turned by complex multiplication; pairs as the model forms them."""
     turning, rest = x[..., : rotary.dims], x[..., rotary.dims :]
-    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * torch.tensor(rotary.frequencies, dtype=torch.float64)
+    angles = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * torch.tensor(
+        rotary.frequencies, dtype=torch.float64
+    )
     turn = torch.polar(torch.ones_like(angles), angles)
     if rotary.pairing == "adjacent":
         pairs = turning.unflatten(-1, (-1, 2))

@@ -9,7 +9,7 @@ from .decoders import FAMILIES
 from .family_proof import build, read, read_by_names
 
 #: A fused W_QKV of nanoGPT's names: where all heads have keys of their own, names and shapes do not tell its order.
-_TAKEN_FOR_OTHERS = {"gpt_bigcode", "gpt_bigcode multi-query"}
+_TAKEN_FOR_OTHERS = {"gpt_bigcode"}
 BY_NAMES = [family for family in FAMILIES if family.name not in _TAKEN_FOR_OTHERS]
 
 

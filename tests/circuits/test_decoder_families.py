@@ -83,6 +83,7 @@ def _other_group(weights):
         ("olmo2", _norm_over_heads),
         ("qwen3", lambda weights: replace(weights, query_norm=None)),
         ("smollm3", _facts(rotary=None)),
+        ("gpt_oss", _facts(sinks=False)),
         ("phi3 longrope", _turned(amplitude=1.0)),
     ],
 )
