@@ -1,19 +1,27 @@
 """What architecture a checkpoint is: by its config, by its names, as asked; and what is told without a config."""
 
+import json
 from dataclasses import fields
 
 import pytest
 import torch
+from qkov.circuits.architectures import architectures, unsupported
+from qkov.circuits.config_holes import cases, filled
+from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits.reading import open_checkpoint
+from qkov.circuits.stated_facts import FACTS, StatedFacts
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
-from .decoders import FAMILIES
+from .decoders import BY_NAME, FAMILIES
 from .family_proof import build, read, read_by_names
 
 #: A fused W_QKV of nanoGPT's names: where all heads have keys of their own, names and shapes do not tell its order.
 _TAKEN_FOR_OTHERS = {"gpt_bigcode"}
-BY_NAMES = [family for family in FAMILIES if family.name not in _TAKEN_FOR_OTHERS]
+NAMES_TELL = [family for family in FAMILIES if family.name not in _TAKEN_FOR_OTHERS]
 
 
-@pytest.mark.parametrize("family", BY_NAMES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", NAMES_TELL, ids=lambda family: family.name)
 def test_names_alone_tell_the_same_weights_and_nothing_that_is_false(family, tmp_path):
     model = build(family)
     told = read(model, tmp_path, family.stack)
@@ -46,3 +54,108 @@ def assert_true_or_unknown(told, guessed):
 
 def _same(one, other):
     return (one is None and other is None) or torch.equal(one, other)
+
+
+#: Models whose code lies beside their weights; transformers does not know them.
+_OF_OTHERS = {"RefinedWeb", "RefinedWebModel"}
+KNOWN = [
+    (architecture, model_type)
+    for architecture in architectures().values()
+    for model_type in architecture.model_types
+    if model_type not in _OF_OTHERS
+]
+
+
+@pytest.mark.parametrize(("architecture", "model_type"), KNOWN, ids=[model_type for _, model_type in KNOWN])
+def test_what_a_silent_config_gives_is_what_the_config_class_has_by_default(architecture, model_type):
+    default = CONFIG_MAPPING[model_type]().to_dict()
+    for stack in architecture.stacks:
+        inner = default.get(stack.get("config_in", ""), default)
+        assert stated(stack, {"model_type": model_type}) == stated(stack, inner)
+
+
+def stated(stack, config):
+    """All that a family says of eight layers that have heads of 64 and no tensors."""
+    table = {name: value for name, value in filled(stack, config, ()).items() if name in FACTS}
+    facts = StatedFacts(table, cases(stack, config, (), frozenset(range(8))))
+    norms = [facts.norm(layer, {}) for layer in range(8)]
+    head_norms = [facts.head_norm(layer, "query", {}, 64) for layer in range(8)]
+    return [facts.of_layer(layer, 64) for layer in range(8)], [
+        norm and (norm.kind, norm.eps) for norm in (*norms, *head_norms)
+    ]
+
+
+def test_no_model_type_is_of_two_families():
+    types = [model_type for family in (*architectures().values(), *unsupported()) for model_type in family.model_types]
+    assert len(types) == len(set(types))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("gpt_neox", "as GPT-NeoX, Pythia by model_type 'gpt_neox' in config.json"),
+        ("gemma3 with images", "as Gemma 3 by model_type 'gemma3' in config.json"),
+    ],
+)
+def test_a_config_tells_and_is_named(name, how, tmp_path):
+    build(BY_NAME[name]).save_pretrained(tmp_path)
+    assert open_checkpoint(tmp_path).recognised == how
+
+
+def llama_without_config(folder):
+    build(BY_NAME["llama"]).save_pretrained(folder)
+    (folder / "config.json").unlink()
+    return folder / "model.safetensors"
+
+
+def test_names_tell_and_the_number_of_heads_has_to_be_given(tmp_path):
+    file = llama_without_config(tmp_path)
+    with pytest.raises(
+        QkovError, match=r"this is LLaMA, .*nothing tells its number of heads: give --heads, or put the"
+    ):
+        open_checkpoint(file)
+    opened = open_checkpoint(file, heads=4)
+    assert opened.recognised.startswith("as LLaMA, ")
+    assert opened.recognised.endswith(" by its tensor names")
+
+
+def test_a_model_type_that_is_not_known_is_said_with_what_its_names_fit(tmp_path):
+    file = llama_without_config(tmp_path)
+    config = {"model_type": "newest", "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QkovError, match=r"the model_type 'newest' in config.json, which is not known.*--family llama"):
+        open_checkpoint(file)
+    opened = open_checkpoint(file, family="llama")
+    assert opened.recognised.endswith("as asked")
+    assert [weights.heads for weights in opened.layers()] == [4, 4]
+
+
+def test_a_family_that_is_not_there_is_said_with_those_that_are(tmp_path):
+    with pytest.raises(CallError, match=r"there is no family 'lama'; known are .*llama.*qwen3"):
+        open_checkpoint(llama_without_config(tmp_path), family="lama")
+
+
+def test_a_family_whose_tensors_are_not_there_is_refused(tmp_path):
+    file = llama_without_config(tmp_path)
+    with pytest.raises(
+        QkovError, match=r"should be GPT-J .as asked., and holds none of its attention weights: expected h"
+    ):
+        open_checkpoint(file, family="gptj", heads=4)
+
+
+def test_two_copies_of_a_model_are_told_apart_by_their_prefix(tmp_path):
+    file = llama_without_config(tmp_path)
+    tensors = load_file(file)
+    averaged = {f"averaged.{name}": 2 * tensor for name, tensor in tensors.items()}
+    save_file(tensors | averaged, file)
+    with pytest.raises(QkovError, match=r"under several prefixes, 'averaged.model', 'model': choose one with --prefix"):
+        open_checkpoint(file, heads=4)
+    one = next(open_checkpoint(file, heads=4, prefix="model").layers())
+    other = next(open_checkpoint(file, heads=4, prefix="averaged.model").layers())
+    assert torch.equal(other.W_Q, 2 * one.W_Q)
+
+
+def test_names_of_no_family_are_shown(tmp_path):
+    save_file({"mixer.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(QkovError, match=r"are not recognised: the file holds mixer.weight; say which are W_Q"):
+        open_checkpoint(tmp_path)
