@@ -53,8 +53,8 @@ class Example:
         for name, given in (*masks.items(), ("special", self.special), ("spans", self.spans)):
             if (given or name.startswith("relevance")) and len(given) != len(self.tokens):
                 raise CallError(
-                    f"{name} of example {self.id or '(without id)'} has length {len(given)}; expected one entry for each "
-                    f"of its {len(self.tokens)} tokens"
+                    f"{name} of example {self.id or '(without id)'} has length {len(given)}; expected one entry for "
+                    f"each of its {len(self.tokens)} tokens"
                 )
 
     @property
@@ -95,6 +95,9 @@ class TextExample:
         continuations: the texts that a language model chooses among, with the space in front where there is one.
         id: of the example in its source.
         group: by which tables may be split.
+
+    Raises:
+        CallError: a span reaches beyond the text, or ends before it begins.
     """
 
     text: str
@@ -103,6 +106,15 @@ class TextExample:
     continuations: tuple[str, ...] = ()
     id: str = ""
     group: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse spans that are none of the text."""
+        for start, end in (span for spans in self.relevant for span in spans):
+            if not 0 <= start <= end <= len(self.text):
+                raise CallError(
+                    f"span {start} to {end} of example {self.id or '(without id)'} is none of its text, which has "
+                    f"{len(self.text)} characters; expected 0 <= start <= end <= {len(self.text)}"
+                )
 
 
 @dataclass(frozen=True)
