@@ -101,17 +101,18 @@ def test_frozen_weights_change_nothing_and_get_no_gradient():
 
 
 def test_what_has_no_gradient_or_no_label_is_refused():
-    class Detached(ToyAttention):
+    class GivesOthers(ToyAttention):
+        def __init__(self, given):
+            super().__init__()
+            self.given = given
+
         def logits(self, *batch, **asked):
             maps = asked.pop("maps")
             return super().logits(*batch, **asked, maps=lambda layer, map_: maps(layer, self.given(map_)))
 
-    model = Detached()
-    model.given = lambda attention: attention.detach()
     with pytest.raises(QkovError, match="map of layer 0 of toy carries no gradient"):
-        gradient_rollout(model, batch_of(3))
-    model.given = lambda attention: attention.clone()
+        gradient_rollout(GivesOthers(torch.detach), batch_of(3))
     with pytest.raises(QkovError, match="prediction of toy does not depend on the map of layer 0 that it gave"):
-        gradient_rollout(model, batch_of(3))
+        gradient_rollout(GivesOthers(torch.clone), batch_of(3))
     with pytest.raises(CallError, match="example 0 has no label"):
         gradient_rollout(ToyAttention(), Batch.of([replace(batch_of(3).examples[0], label=None)], PAD), "label")

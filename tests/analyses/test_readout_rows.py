@@ -56,6 +56,7 @@ def test_heads_that_attend_apart_have_no_min():
     class Apart(ToyAttention):
         def logits(self, *_, **asked):
             asked["maps"](0, torch.tensor([[[[1.0, 0], [1, 0]], [[1, 0], [0, 1]]]]))
+            return torch.zeros(1, 3)
 
     model, batch = Apart(layers=1, heads=2), batch_of(2)
     assert last_layer(model, batch).tolist() == [[0.5, 0.5]]

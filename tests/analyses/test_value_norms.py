@@ -47,7 +47,7 @@ SHAPES = {
 def test_norms_are_those_of_vectors_formed_one_by_one(shape):
     model, batch = ToyAttention(**SHAPES[shape]), batch_of(5, 4)
     for weights, inputs, attention in zip(
-        model.blocks, kept_inputs(model, batch), kept_maps(model, batch), strict=True
+        model.attention_weights(), kept_inputs(model, batch), kept_maps(model, batch), strict=True
     ):
         found = TokenValues.of(inputs, weights)
         for example in range(2):
@@ -63,8 +63,8 @@ def test_norms_are_those_of_vectors_formed_one_by_one(shape):
 def test_collapsed_circuits_are_their_factors_product():
     model, batch = ToyAttention(), batch_of(5)
     first, inputs = model.blocks[0], kept_inputs(model, batch)[0]
-    factored = TokenValues.of(inputs, replace(first, b_V=None))
-    collapsed = TokenValues.of(inputs, AttentionWeights(layer=0, W_OV=(first.W_V @ first.W_O).mT))
+    factored = TokenValues.of(inputs, AttentionWeights(layer=0, W_V=first["W_V"], W_O=first["W_O"]))
+    collapsed = TokenValues.of(inputs, AttentionWeights(layer=0, W_OV=(first["W_V"] @ first["W_O"]).mT))
     np.testing.assert_allclose(collapsed.products, factored.products, rtol=1e-10, atol=1e-12)
 
 
@@ -98,7 +98,7 @@ def test_the_row_is_the_dense_product_of_norms_brought_to_sum_one(by_head):
     inputs, maps = kept_inputs(model, batch), kept_maps(model, batch)
     for example, length in enumerate((6, 4)):
         product = np.eye(length)
-        for weights, read, attention in zip(model.blocks, inputs, maps, strict=True):
+        for weights, read, attention in zip(model.attention_weights(), inputs, maps, strict=True):
             alpha = attention[example, :, :length, :length].numpy()
             carried = alpha[..., None] * vectors(read[example, :length].numpy(), weights)[:, None]
             norms = np.linalg.norm(carried, axis=-1).mean(0) if by_head else np.linalg.norm(carried.sum(0), axis=-1)
@@ -110,7 +110,7 @@ def test_the_row_is_the_dense_product_of_norms_brought_to_sum_one(by_head):
 
 def test_weights_and_inputs_that_do_not_serve_are_refused():
     inputs = torch.ones(1, 2, 3)
-    first = ToyAttention().blocks[0]
+    first = ToyAttention().attention_weights()[0]
     with pytest.raises(CallError, match="layer 3 has no W_OV"):
         TokenValues.of(inputs, AttentionWeights(layer=3, W_Q=first.W_Q, W_K=first.W_K))
     with pytest.raises(CallError, match="attends to another stream"):

@@ -1,5 +1,7 @@
 """A small transformer of attention alone, in float64 and the plainest way, as the measures see a model."""
 
+from typing import Any
+
 import torch
 from qkov.analyses.attention.model import AttentionModel, Batch
 from qkov.analyses.tasks.example import Example
@@ -25,17 +27,16 @@ class ToyAttention(AttentionModel):
         kv = key_value_heads or heads
         self.layers, self.heads, self.causal = layers, heads, causal
         self.embedding, self.unembedding = drawn(VOCABULARY, d_model), drawn(d_model, 3)
-        self.blocks = [
-            AttentionWeights(
-                layer=layer,
-                W_Q=drawn(heads, d_model, d_head) / 4,
-                W_K=drawn(kv, d_model, d_head) / 4,
-                W_V=drawn(kv, d_model, d_head) / 4,
-                W_O=drawn(heads, d_head, d_model) / 4,
-                b_V=drawn(kv, d_head),
-                facts=AttentionFacts(clip_qkv=clip, causal=causal),
-            )
-            for layer in range(layers)
+        self.clip = clip
+        self.blocks: list[dict[str, Any]] = [
+            {
+                "W_Q": drawn(heads, d_model, d_head) / 4,
+                "W_K": drawn(kv, d_model, d_head) / 4,
+                "W_V": drawn(kv, d_model, d_head) / 4,
+                "W_O": drawn(heads, d_head, d_model) / 4,
+                "b_V": drawn(kv, d_head),
+            }
+            for _ in range(layers)
         ]
 
     def logits(self, tokens, mask, *, maps=None, inputs=None, embedded=None):
@@ -43,20 +44,20 @@ class ToyAttention(AttentionModel):
         hidden = ~mask[:, None, None, :]
         if self.causal:
             hidden = hidden | torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
-        for layer, weights in enumerate(self.blocks):
+        for layer, block in enumerate(self.blocks):
             if inputs is not None:
                 inputs(layer, stream)
             queries, keys, values = (
                 torch.einsum("bnm,hmd->bhnd", stream, W).repeat_interleave(self.heads // len(W), dim=1)
-                for W in (weights.W_Q, weights.W_K, weights.W_V)
+                for W in (block["W_Q"], block["W_K"], block["W_V"])
             )
-            values = values + weights.b_V.repeat_interleave(weights.group_size, dim=0)[:, None]
-            if weights.facts.clip_qkv is not None:
-                values = values.clamp(-weights.facts.clip_qkv, weights.facts.clip_qkv)
+            values = values + block["b_V"].repeat_interleave(self.heads // len(block["b_V"]), dim=0)[:, None]
+            if self.clip is not None:
+                values = values.clamp(-self.clip, self.clip)
             attention = (queries @ keys.mT).masked_fill(hidden, -torch.inf).softmax(dim=-1)
             if maps is not None:
                 maps(layer, attention)
-            stream = stream + torch.einsum("bhqk,bhkd,hdm->bqm", attention, values, weights.W_O)
+            stream = stream + torch.einsum("bhqk,bhkd,hdm->bqm", attention, values, block["W_O"])
         return stream[torch.arange(len(tokens)), self.readout(mask)] @ self.unembedding
 
     def embed(self, tokens):
@@ -66,7 +67,8 @@ class ToyAttention(AttentionModel):
         return mask.sum(dim=1) - 1 if self.causal else torch.zeros(len(mask), dtype=torch.long)
 
     def attention_weights(self):
-        return self.blocks
+        facts = AttentionFacts(clip_qkv=self.clip, causal=self.causal)
+        return [AttentionWeights(layer=layer, **block, facts=facts) for layer, block in enumerate(self.blocks)]
 
 
 def kept_maps(model, batch):
