@@ -9,7 +9,7 @@ from .stated_facts import FACTS, UNKNOWN
 
 Config = Dictionary[str, Any]
 _ABSENT = object()
-_CONDITIONS = ("when", "unless", "missing", "not_null", "has")
+_CONDITIONS = ("when", "unless", "missing", "told", "not_null", "has")
 
 
 def filled(stack: dict[str, Any], config: Config | None, names: Iterable[str]) -> dict[str, Any]:
@@ -78,9 +78,10 @@ def _holds(case: dict[str, Any], config: Config | None, names: Iterable[str]) ->
     wanted = all(_is(config, key, value) for key, value in case.get("when", {}).items())
     unwanted = any(_is(config, key, value) for key, value in case.get("unless", {}).items())
     silent = all(look_up(config, key) is None for key in case.get("missing", ()))
+    told = all(look_up(config, key) is not None for key in case.get("told", ()))
     not_null = all(look_up(config, key, _ABSENT) is not None for key in case.get("not_null", ()))
     there = all(named(template, names) for template in case.get("has", ()))
-    return wanted and silent and not_null and there and not unwanted
+    return wanted and silent and told and not_null and there and not unwanted
 
 
 def _is(config: Config, key: str, value: Any) -> bool:
@@ -91,7 +92,7 @@ def _is(config: Config, key: str, value: Any) -> bool:
 def _asks_config(case: dict[str, Any]) -> bool:
     layers = case.get("layers", {})
     asks = "config" in layers or any(isinstance(value, dict) for value in layers.values())
-    return asks or any(condition in case for condition in ("when", "unless", "missing", "not_null"))
+    return asks or any(condition in case for condition in ("when", "unless", "missing", "told", "not_null"))
 
 
 def _untold(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """Recognise an architecture by its config or its tensor names, and make its mappings."""
 
-import re
 from collections.abc import Iterable
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from .attention_weights import AttentionWeights
 from .config_holes import Config, cases, filled, look_up
 from .errors import CallError, QkovError
 from .layouts import LAYOUTS, TARGETS, arrange_layer, axes, count_heads, joins_heads
-from .mapping import Mapping, Names, named, parse_mapping, seen, template_pattern
+from .mapping import Mapping, Names, named, parse_mapping, seen
 from .stated_facts import UNKNOWN
 from .tensor_files import TensorFile
 
@@ -233,12 +232,9 @@ def _prefixes(table: dict[str, Any], names: set[str], prefix: str | None) -> lis
     found: dict[str, dict[str | None, set[str]]] = {}
     weights = _weights(table)
     for role, template in weights.items():
-        pattern = re.compile(r"(?:(?P<prefix>.+)\.)?" + template_pattern(template))
-        for name in names:
-            match = pattern.fullmatch(name)
-            if match:
-                layer = match.groupdict().get("layer")
-                found.setdefault(match["prefix"] or "", {}).setdefault(layer, set()).add(role)
+        for match in named(template, names):
+            layer = match.groupdict().get("layer")
+            found.setdefault(match["prefix"] or "", {}).setdefault(layer, set()).add(role)
     whole = [each for each, layers in found.items() if any(len(roles) == len(weights) for roles in layers.values())]
     # Another stack of the family has the same names under one of these.
     others = table.get("not_under", ())
