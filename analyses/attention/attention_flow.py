@@ -20,7 +20,8 @@ def attention_flow(
 ) -> Float64[Tensor, "batch position"]:
     """Return the attention flow from where each example's prediction is read, brought to sum 1 over its tokens.
 
-    One maximum flow for each token: about n * 5 ms for n = 64 tokens in 12 layers, and more than in proportion beyond.
+    It takes one maximum flow for each token: in 12 causal layers on one core about 0.1 s an example of 64 tokens, some
+    seconds for 128 and above ten for 256.
 
     Args:
         model: whose attention it is.
