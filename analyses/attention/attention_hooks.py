@@ -52,12 +52,15 @@ class AttentionModules:
             nonlocal layer
             if inputs is not None:
                 inputs(layer, args[0] if args else kwargs["hidden_states"])
-            if maps is not None:
-                if not _has_map(output):
-                    raise CallError(f"layer {layer} gave no attention map; {_REMEDY}")
-                maps(layer, output[1])
+            if maps is None:
+                layer += 1
+                return None
+            if not _has_map(output):
+                raise CallError(f"layer {layer} gave no attention map; {_REMEDY}")
+            maps(layer, output[1])
             layer += 1
-            return (output[0], None, *output[2:]) if self.flagged else None
+            # The blocks around would keep the map until the next one, or to the end.
+            return output[0], None, *output[2:]
 
         handles = [module.register_forward_hook(hand_on, with_kwargs=True) for module in self.modules]
         try:

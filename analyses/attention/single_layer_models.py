@@ -1,6 +1,7 @@
 """This project's single-layer attention model as the measures see it: ids of a small vocabulary in, classes out."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -145,8 +146,5 @@ class SingleLayerModel(AttentionModel):
 
     def attention_weights(self) -> list[AttentionWeights]:
         """Return the weights of the layer; what it writes is as wide as there are classes."""
-        return [
-            AttentionWeights(
-                0, **{name: parameter[self._run].detach() for name, parameter in self._model.named_parameters()}
-            )
-        ]
+        weights: dict[str, Any] = {name: whole[self._run].detach() for name, whole in self._model.named_parameters()}
+        return [AttentionWeights(0, **weights)]
