@@ -36,8 +36,9 @@ class Example:
         return hasattr(self.config(), "rms_norm_eps")
 
 
-def gpt2():
-    return transformers.GPT2Config(n_embd=48, n_head=4, n_layer=2, n_positions=32, vocab_size=50)
+def gpt2() -> Any:
+    settings: Any = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 32, "n_ctx": 32, "vocab_size": 50}
+    return transformers.GPT2Config(**settings)
 
 
 GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
