@@ -36,7 +36,7 @@ def attention_flow(
     """
     maps = fused_maps(model, batch, settings)
     rows = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    for example, readout in enumerate(model.readout(batch.mask).tolist()):
+    for example, readout in enumerate(model.reading_positions(batch).tolist()):
         flows = flow_row(maps.mixed(example), readout)
         rows[example, : len(flows)] = flows / flows.sum()
     return rows

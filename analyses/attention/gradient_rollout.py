@@ -42,7 +42,7 @@ def gradient_rollout(
     Source: Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
     Transformers", 2021, equations 5 and 6. There the gradient is the logit's, here the log-probability's.
     """
-    own = one_hot(model.readout(batch.mask), batch.mask)
+    own = one_hot(model.reading_positions(batch), batch.mask)
     through = torch.zeros_like(own)
     # Kept apart: gradients of a sure prediction are tiny, and would be lost beside the identity's 1.
     for weighted in reversed(weighted_maps(model, batch, target)):

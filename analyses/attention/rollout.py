@@ -1,12 +1,12 @@
 """Attention rollout: how much of each input token reaches a place through all layers of attention."""
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout
+from .watching import watch
 
 
 def rollout(
@@ -18,7 +18,7 @@ def rollout(
         CallError: the settings do not fit the model.
         QkovError: the model's attention is not finite, or fuses to nothing.
     """
-    return fused_maps(model, batch, settings).row(model.readout(batch.mask))
+    return fused_maps(model, batch, settings).row(model.reading_positions(batch))
 
 
 def fused_maps(model: AttentionModel, batch: Batch, settings: Rollout = ABNAR_ZUIDEMA) -> FusedMaps:
@@ -29,6 +29,5 @@ def fused_maps(model: AttentionModel, batch: Batch, settings: Rollout = ABNAR_ZU
     """
     settings.demand_fit(model)
     maps = FusedMaps(batch.mask, settings)
-    with torch.no_grad():
-        model.logits(batch.tokens, batch.mask, maps=maps)
+    watch(model, batch, maps)
     return maps

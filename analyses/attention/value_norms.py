@@ -12,6 +12,7 @@ from ...circuits.spectrum import multiply, upcast
 from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch, MapSink
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout
+from .watching import watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +125,8 @@ def value_norms(
         raise CallError("weights of heads were given, and heads are summed as vectors: ask for norms by head")
     fused = FusedMaps(batch.mask, settings)
     norms = ValueNorms(model.attention_weights(), fused, by_head)
-    with torch.no_grad():
-        model.logits(batch.tokens, batch.mask, maps=norms.maps, inputs=norms.inputs)
-    return fused.row(model.readout(batch.mask))
+    watch(model, batch, norms.maps, norms.inputs)
+    return fused.row(model.reading_positions(batch))
 
 
 def _values(

@@ -23,6 +23,26 @@ def test_rows_are_distributions_over_each_example_s_tokens_and_do_not_depend_on_
         torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_language_model_is_read_as_a_classifier_is(name):
+    model, batch = ToyAttention(), batch_of(6, 3)
+    expected = MEASURES[name](model, batch)
+    model.classifies = False
+    assert torch.equal(MEASURES[name](model, batch), expected)
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_attention_is_read_where_the_model_says_of_the_batch(name):
+    class ReadAtTheSecond(ToyAttention):
+        classifies = False
+
+        def reading_positions(self, batch):
+            return torch.ones(len(batch.tokens), dtype=torch.long)
+
+    rows = MEASURES[name](ReadAtTheSecond(), batch_of(6, 3))
+    assert rows[:, :2].sum(dim=1).tolist() == pytest.approx([1, 1], rel=1e-12)
+
+
 def test_an_unknown_name_is_answered_with_those_known():
     with pytest.raises(CallError, match=r"'roll'; there are rollout, attention flow, last layer"):
         measure_named("roll")

@@ -11,9 +11,9 @@ VOCABULARY, PAD = 11, 0
 
 
 class ToyAttention(AttentionModel):
-    """Attention with a residual stream, no positions and no norms, which classifies from what is at the readout.
+    """Attention with a residual stream, no positions and no norms, which classifies or, as told, predicts everywhere.
 
-    That is the last token if it is causal, and the first if it is not.
+    It is read at the last token if it is causal, and at the first if it is not.
     """
 
     name, classifies, context, pad, mask_token = "toy", True, None, PAD, None
@@ -58,7 +58,8 @@ class ToyAttention(AttentionModel):
             if maps is not None:
                 maps(layer, attention)
             stream = stream + torch.einsum("bhqk,bhkd,hdm->bqm", attention, values, block["W_O"])
-        return stream[torch.arange(len(tokens)), self.readout(mask)] @ self.unembedding
+        logits = stream @ self.unembedding
+        return logits[torch.arange(len(tokens)), self.readout(mask)] if self.classifies else logits
 
     def embed(self, tokens):
         return self.embedding[tokens]
