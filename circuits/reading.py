@@ -160,9 +160,9 @@ def _layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> Atte
     tensors = _read(file, names)
     shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
     counts = count_heads(shapes, mapping.layouts, mapping.heads)
-    weights = arrange_layer(tensors, mapping.layouts, counts, names, mapping.origin)
+    weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, mapping.origin)
     d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
-    norms = {
+    norms: dict[str, Any] = {
         f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)
         for side in ("query", "key")
         if f"{side}_norm_gain" in tensors or f"{side}_norm_gain" not in mapping.tensors

@@ -162,7 +162,7 @@ def _fit(
     counts = count_heads(shapes, mapping.layouts, heads)
     empty = {role: torch.empty(shape, device="meta") for role, shape in shapes.items()}
     try:
-        arranged = arrange_layer(empty, mapping.layouts, counts, names, mapping.origin)
+        arranged: dict[str, Any] = arrange_layer(empty, mapping.layouts, counts, names, mapping.origin)
         made = AttentionWeights(0, **arranged)
     except (QkovError, CallError):
         return False

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .family_proof import LENGTH, Family, assert_same, build, prove, read, read_by_names, run, small
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_BERT = {"block": "encoder.layer.{layer}", "attention": "encoder.layer.{layer}.attention.output.dense"}
+_BERT: dict[str, Any] = {"block": "encoder.layer.{layer}", "attention": "encoder.layer.{layer}.attention.output.dense"}
 
 
 def _vision(name: str, **changes: Any) -> Any:
@@ -123,7 +123,7 @@ def _t5_bias(side: str, own: bool) -> Callable[[nn.Module, int], Tensor]:
     """The bias of the first layer, or each layer's own."""
 
     def bias(model: nn.Module, layer: int) -> Tensor:
-        attention = model.get_submodule(f"{side}.block.{layer if own else 0}.layer.0.SelfAttention")
+        attention: Any = model.get_submodule(f"{side}.block.{layer if own else 0}.layer.0.SelfAttention")
         length = LENGTH if side == "encoder" else 9
         with torch.no_grad():
             return attention.compute_bias(length, length)[0]
@@ -131,7 +131,7 @@ def _t5_bias(side: str, own: bool) -> Callable[[nn.Module, int], Tensor]:
     return bias
 
 
-def _mpnet_bias(model: nn.Module, layer: int) -> Tensor:
+def _mpnet_bias(model: Any, layer: int) -> Tensor:
     with torch.no_grad():
         return model.encoder.compute_position_bias(torch.zeros(1, LENGTH, 48))[0]
 
@@ -206,10 +206,14 @@ def _of_clip(name: str) -> list[Family]:
     ]
 
 
-_TOWER = {"block": "encoder.layers.{layer}", "attention": "encoder.layers.{layer}.self_attn"}
-_SPEECH = {"block": "encoder.layers.{layer}", "attention": "encoder.layers.{layer}.attention", "inputs": _wave}
-_VIT = {"block": "layers.{layer}", "attention": "layers.{layer}.attention", "inputs": _pixels}
-_MODERN = {"block": "layers.{layer}", "attention": "layers.{layer}.attn", "layers": range(4)}
+_TOWER: dict[str, Any] = {"block": "encoder.layers.{layer}", "attention": "encoder.layers.{layer}.self_attn"}
+_SPEECH: dict[str, Any] = {
+    "block": "encoder.layers.{layer}",
+    "attention": "encoder.layers.{layer}.attention",
+    "inputs": _wave,
+}
+_VIT: dict[str, Any] = {"block": "layers.{layer}", "attention": "layers.{layer}.attention", "inputs": _pixels}
+_MODERN: dict[str, Any] = {"block": "layers.{layer}", "attention": "layers.{layer}.attn", "layers": range(4)}
 
 FAMILIES = [
     *(
@@ -388,7 +392,7 @@ def test_heads_that_nothing_tells_are_asked_for(tmp_path):
 )
 def test_another_layout_is_another_attention(name, role, flipped, tmp_path):
     family = BY_NAME[name]
-    model = build(family)
+    model: Any = build(family)
     model.save_pretrained(tmp_path)
     (mapping,) = (each for each in open_checkpoint(tmp_path).stacks if each.stack == family.stack)
     seen = run(family, model)
@@ -407,7 +411,7 @@ def test_another_layout_is_another_attention(name, role, flipped, tmp_path):
 )
 def test_layers_that_share_their_weights_are_measured_once(layers, groups, inner, used_by, tmp_path):
     shared = {"num_hidden_layers": layers, "num_hidden_groups": groups, "inner_group_num": inner}
-    model = transformers.AlbertModel(small("AlbertConfig", embedding_size=16, **shared))
+    model: Any = transformers.AlbertModel(small("AlbertConfig", embedding_size=16, **shared))
     found = read(model, tmp_path, "")
     assert [weights.layer for weights in found] == list(range(groups * inner))
     for weights in found:

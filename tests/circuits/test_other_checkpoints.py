@@ -1,16 +1,17 @@
 """Checkpoints of other codes: what is read of them attends as those codes do."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
 from qkov.circuits.errors import CallError, QkovError
 from qkov.circuits.mapping import read_mapping
 from qkov.circuits.reading import open_checkpoint
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .family_proof import Family, assert_same, build, run, small
 from .forward_pass import attend
@@ -215,6 +216,7 @@ def test_litgpt_s_stretched_positions(changes, expected, tmp_path):
     torch.save(state, tmp_path / "lit_model.pth")
     (tmp_path / "model_config.yaml").write_text(yaml.safe_dump(LITGPT | changes))
     (weights,) = open_checkpoint(tmp_path).layers()
+    assert weights.facts.rotary is not None
     found = weights.facts.rotary.frequencies
     assert found is None if expected is None else found == pytest.approx(expected, rel=1e-12)
 
@@ -231,7 +233,7 @@ LLAMA = Family(
 PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 5000.0}
 
 
-def as_meta_saves(model) -> dict[str, Tensor]:
+def as_meta_saves(model: Any) -> dict[str, Tensor]:
     """transformers' LLaMA with each head's rotary dimensions put back beside their partners."""
 
     def adjacent(weight: Tensor, heads: int) -> Tensor:
@@ -249,15 +251,15 @@ def as_meta_saves(model) -> dict[str, Tensor]:
 
 
 def test_meta_s_llama_is_transformers_llama_permuted(tmp_path):
-    model = build(LLAMA)
+    model: Any = build(LLAMA)
     model.save_pretrained(tmp_path / "transformers")
     (tmp_path / "meta").mkdir()
     torch.save(as_meta_saves(model), tmp_path / "meta" / "consolidated.00.pth")
     (tmp_path / "meta" / "params.json").write_text(json.dumps(PARAMS))
-    ours = list(open_checkpoint(tmp_path / "transformers").layers())
-    metas = list(open_checkpoint(tmp_path / "meta").layers())
+    ours: list[Any] = list(open_checkpoint(tmp_path / "transformers").layers())
+    metas: list[Any] = list(open_checkpoint(tmp_path / "meta").layers())
     seen = run(LLAMA, model)
-    assert not torch.allclose(ours[0].W_Q, metas[0].W_Q)
+    assert (ours[0].W_Q - metas[0].W_Q).abs().max() > 0.1
     for one, other in zip(ours, metas, strict=True):
         assert_same(other, LLAMA, model, seen[other.layer])
         torch.testing.assert_close(other.ov("folded").dense(), one.ov("folded").dense())
@@ -282,7 +284,7 @@ def test_what_meta_s_numbers_leave_open_is_not_guessed(changes, known, tmp_path)
     params = {name: value for name, value in (PARAMS | changes).items() if value is not None}
     (tmp_path / "params.json").write_text(json.dumps(params))
     weights = next(open_checkpoint(tmp_path).layers())
-    rotary = weights.facts.rotary
+    rotary: Any = weights.facts.rotary
     assert rotary.pairing == "adjacent"
     assert weights.facts.window == params.get("sliding_window")
     if known is None:
@@ -307,9 +309,9 @@ def test_meta_s_stretched_positions_are_transformers_llama3(tmp_path):
             "original_max_position_embeddings": 8192,
         },
     )
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
-    found = next(open_checkpoint(tmp_path).layers()).facts.rotary.frequencies
-    assert found == pytest.approx(rotary.inv_freq.tolist(), rel=1e-6)
+    expected = LlamaRotaryEmbedding(config).inv_freq.tolist()
+    rotary: Any = next(open_checkpoint(tmp_path).layers()).facts.rotary
+    assert rotary.frequencies == pytest.approx(expected, rel=1e-6)
 
 
 # Real files

@@ -44,7 +44,9 @@ def smollm2(pytestconfig) -> Path:
     folder = Path(pytestconfig.cache.mkdir("smollm2"))
     if not (folder / "model.safetensors").is_file():
         (gguf,) = package.glob("*.gguf")
-        model = transformers.AutoModelForCausalLM.from_pretrained(package, gguf_file=gguf.name, dtype=torch.bfloat16)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            package, gguf_file=gguf.name, dtype=torch.bfloat16
+        )
         # The weights are plain numbers once they are loaded, and only the config still speaks of GGUF.
         del model.config.quantization_config
         model.config.save_pretrained(folder)

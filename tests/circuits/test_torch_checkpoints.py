@@ -1,6 +1,7 @@
 """torch.nn.MultiheadAttention and what is built of it: what is read of its state dict attends as the module does."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ WIDTH, HEADS, LENGTH = 48, 4, 10
 TOLERANCE = 1e-9
 
 
-def module(made: nn.Module) -> nn.Module:
+def module(made: nn.Module) -> Any:
     """With weights of ordinary size everywhere, biases among them, in float64."""
     torch.manual_seed(0)
     with torch.no_grad():
@@ -75,7 +76,7 @@ def test_an_encoder_under_any_name(norm_first, under, tmp_path):
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, norm_first=norm_first, batch_first=True)
     encoder = module(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
     holder = nn.Module()
-    place = holder
+    place: Any = holder
     for name in under.split(".") if under else ():
         place.add_module(name, nn.Module())
         place = place.get_submodule(name)
@@ -117,7 +118,7 @@ def test_two_towers_of_openai_s_clip(tmp_path):
     found = {(weights.stack, weights.layer): weights for weights in read(holder, tmp_path)}
     assert list(found) == [("text", 0), ("text", 1), ("vision", 0), ("vision", 1)]
     for stack, tower in (("text", text), ("vision", image)):
-        block = tower[1]
+        block: Any = tower[1]
         normed = block["ln_1"](stream()).detach()
         assert_attends(replace(found[stack, 1], norm=None), block["attn"], normed)
         output, _ = block["attn"](normed[None], normed[None], normed[None])

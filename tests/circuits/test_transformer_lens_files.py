@@ -1,6 +1,8 @@
 """State dicts of TransformerLens, old and new, saved and read without their config."""
 
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources.native import boot
 
 from .family_proof import small
 from .forward_pass import rotated
@@ -31,7 +34,7 @@ _BIASES = {
 }
 
 
-def state_of(shapes: dict[str, tuple[int, ...]], layers: int = 2, under: str = "blocks") -> dict[str, Tensor]:
+def state_of(shapes: Mapping[str, tuple[int, ...]], layers: int = 2, under: str = "blocks") -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         f"{under}.{layer}.{name}": torch.randn(shape, generator=generator)
@@ -40,13 +43,14 @@ def state_of(shapes: dict[str, tuple[int, ...]], layers: int = 2, under: str = "
     }
 
 
-def read(state, folder, **options):
+def read(state, folder, **options) -> list[Any]:
     torch.save(state, folder / "model.pt")
     return list(open_checkpoint(folder / "model.pt", **options).layers())
 
 
-def assert_circuits(weights, W_Q: Tensor, W_K: Tensor, W_V: Tensor, W_O: Tensor, basis="raw"):
-    """Against products of matrices that lie as TransformerLens has them today."""
+def assert_circuits(weights, *today: Tensor, basis="raw"):
+    """Against products of W_Q, W_K, W_V and W_O, which lie as TransformerLens has them today."""
+    W_Q, W_K, W_V, W_O = today
     qk, ov = weights.qk(basis).dense(), weights.ov(basis).dense()
     group = len(W_Q) // len(W_K)
     for head in range(len(W_Q)):
@@ -72,7 +76,7 @@ def test_today_s_state_dict(tmp_path):
 
 
 def test_grouped_heads_are_read_once(tmp_path):
-    grouped = {"attn._W_K": (2, WIDTH, D_HEAD), "attn._W_V": (2, WIDTH, D_HEAD)}
+    grouped: dict[str, tuple[int, ...]] = {"attn._W_K": (2, WIDTH, D_HEAD), "attn._W_V": (2, WIDTH, D_HEAD)}
     grouped |= {"attn._b_K": (2, D_HEAD), "attn._b_V": (2, D_HEAD)}
     kept = {name: shape for name, shape in (_WEIGHTS | _BIASES).items() if name[-1] in "QO"}
     state = state_of(kept | grouped | {"ln1.w": (WIDTH,)})
@@ -224,11 +228,11 @@ def test_the_state_dict_of_a_native_bridge(tmp_path):
     config = TransformerBridgeConfig(
         d_model=48, d_head=12, n_heads=4, n_layers=2, n_ctx=16, d_vocab=50, d_mlp=96, act_fn="gelu", device="cpu"
     )
-    assert_bridge(TransformerBridge.boot_native(config), tmp_path / "saved")
+    assert_bridge(boot(config), tmp_path / "saved")
 
 
 def test_a_bridge_without_mlp_is_of_linear_layers(tmp_path):
     config = TransformerBridgeConfig(
-        d_model=48, d_head=12, n_heads=4, n_layers=2, n_ctx=16, d_vocab=50, attn_only=True, act_fn=None, device="cpu"
+        d_model=48, d_head=12, n_heads=4, n_layers=2, n_ctx=16, d_vocab=50, attn_only=True, device="cpu"
     )
-    assert_bridge(TransformerBridge.boot_native(config), tmp_path / "saved")
+    assert_bridge(boot(config), tmp_path / "saved")
