@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.dataset import dataset
 
-from ...circuits.atomic_write import write_atomically
+from ...circuits.atomic_write import remove_stale, write_atomically
 from ...circuits.errors import CallError, QkovError
 
-FORMAT = "qkov run store 1"
+FORMAT = "qkov run store 2"
 _KEY = b"qkov"
 
 #: What says which circuit a row measures, and how.
@@ -21,12 +21,15 @@ IDENTITY = pa.schema(
     [
         ("source", pa.string()),
         ("step", pa.int64()),
+        ("stack", pa.string()),
         ("layer", pa.int32()),
         ("head", pa.int32()),
+        ("key_value_head", pa.int32()),
         ("circuit", pa.string()),
         ("basis", pa.string()),
         ("rotary_offset", pa.int32()),
         ("score_scale", pa.bool_()),
+        ("qk_norm", pa.bool_()),
         ("rows", pa.int32()),
         ("columns", pa.int32()),
         ("rank_bound", pa.int32()),
@@ -36,14 +39,37 @@ IDENTITY = pa.schema(
         ("reference", pa.string()),
     ]
 )
+#: The figures that are lists.
+LISTS = {
+    "singular_values": pa.list_(pa.float64()),
+    "rotary_offsets": pa.list_(pa.int32()),
+    "frobenius_norm_at_offsets": pa.list_(pa.float64()),
+}
+#: A row of `composition/` is the score of one kind between two heads.
+COMPOSITION = pa.schema(
+    [
+        ("source", pa.string()),
+        ("step", pa.int64()),
+        ("stack", pa.string()),
+        ("earlier_layer", pa.int32()),
+        ("earlier_head", pa.int32()),
+        ("later_layer", pa.int32()),
+        ("later_head", pa.int32()),
+        ("kind", pa.string()),
+        ("basis", pa.string()),
+        ("rotary_offset", pa.int32()),
+        ("score", pa.float64()),
+        ("chance", pa.float64()),
+    ]
+)
 
 
 class RunStore:
-    """A folder with run.json and `steps/step-000001000.parquet`, one file a checkpoint.
+    """A folder with run.json, `steps/step-000001000.parquet`, one file a checkpoint, and maybe `composition/` likewise.
 
-    The Parquet files lie in a folder of their own, with the step as a column: so pandas, polars, DuckDB and
-    `datasets` read `steps/` as it is. A file carries the key of what it was made from; it counts as done only while
-    that key holds.
+    The Parquet files lie in folders of their own, with the step as a column: so pandas, polars, DuckDB and `datasets`
+    read `steps/` as it is. A file carries the key of what it was made from; it counts as done only while that key
+    holds. Files are written in the store's own folder and moved when they are whole.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -60,14 +86,24 @@ class RunStore:
         """Where the Parquet files are."""
         return self.folder / "steps"
 
+    @property
+    def composition_folder(self) -> Path:
+        """Where the Parquet files of the composition scores are."""
+        return self.folder / "composition"
+
     def path(self, step: int) -> Path:
         """Return where the figures of a step are."""
-        return self.steps_folder / f"step-{step:09d}.parquet"
+        return self.steps_folder / _name(step)
+
+    def composition_path(self, step: int) -> Path:
+        """Return where the composition scores of a step are."""
+        return self.composition_folder / _name(step)
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write run.json."""
+        """Write run.json, and remove what killed writers left."""
         content = json.dumps({"format": FORMAT, **description}, indent=1)
         write_atomically(self.description_path, content.encode())
+        remove_stale(self.folder)
 
     def description(self) -> dict[str, Any]:
         """Read run.json.
@@ -87,9 +123,8 @@ class RunStore:
         """Say whether there is a run.json."""
         return self.description_path.exists()
 
-    def is_done(self, step: int, key: str) -> bool:
-        """Say whether the figures of a step are there and were made from what the key says."""
-        path = self.path(step)
+    def is_done(self, path: Path, key: str) -> bool:
+        """Say whether a file of the store is there and was made from what the key says."""
         if not path.exists():
             return False
         try:
@@ -100,22 +135,27 @@ class RunStore:
 
     def write(self, step: int, key: str, rows: list[dict[str, Any]]) -> None:
         """Write the figures of a step: one row for each layer, head and circuit."""
-        measured = [name for name in rows[0] if name not in IDENTITY.names]
-        types = {"singular_values": pa.list_(pa.float64())}
         schema = IDENTITY
-        for name in measured:
-            schema = schema.append(pa.field(name, types.get(name, pa.float64())))
-        table = pa.Table.from_pylist(rows, schema=schema.with_metadata({_KEY: key.encode()}))
+        for name in rows[0]:
+            if name not in IDENTITY.names:
+                schema = schema.append(pa.field(name, LISTS.get(name, pa.float64())))
+        self._write(self.path(step), key, pa.Table.from_pylist(rows, schema=schema))
+
+    def write_composition(self, step: int, key: str, columns: dict[str, Any]) -> None:
+        """Write the composition scores of a step, a column for each field of `COMPOSITION`."""
+        self._write(self.composition_path(step), key, pa.Table.from_pydict(columns, schema=COMPOSITION))
+
+    def _write(self, path: Path, key: str, table: pa.Table) -> None:
         buffer = io.BytesIO()
-        pq.write_table(table, buffer)
-        write_atomically(self.path(step), buffer.getvalue())
+        pq.write_table(table.replace_schema_metadata({_KEY: key.encode()}), buffer)
+        write_atomically(path, buffer.getvalue(), scratch=self.folder)
 
     def steps(self) -> list[int]:
         """Return the steps that are there, in order."""
-        return sorted(int(path.stem.rpartition("-")[2]) for path in self.steps_folder.glob("step-*.parquet"))
+        return _steps(self.steps_folder)
 
     def table(self) -> pd.DataFrame:
-        """Return all rows in the order of step, layer, head and circuit.
+        """Return all rows in the order of step, stack, layer, head and circuit.
 
         Raises:
             CallError: the store has no figures yet.
@@ -124,9 +164,35 @@ class RunStore:
         steps = self.steps()
         if not steps:
             raise CallError(f"{self.folder} holds no measured checkpoint yet")
-        paths = [str(self.path(step)) for step in steps]
+        table = self._read([self.path(step) for step in steps])
+        return table.sort_values(["step", "stack", "layer", "head", "circuit"], ignore_index=True)
+
+    def composition_steps(self) -> list[int]:
+        """Return the steps whose composition scores are there, in order."""
+        return _steps(self.composition_folder)
+
+    def composition(self, step: int) -> pd.DataFrame:
+        """Return the composition scores of a step, layer by layer.
+
+        Raises:
+            CallError: they were not measured.
+            QkovError: the file is damaged.
+        """
+        path = self.composition_path(step)
+        if not path.exists():
+            raise CallError(f"{self.folder} holds no composition scores of step {step}; track with --composition")
+        return self._read([path])
+
+    def _read(self, paths: list[Path]) -> pd.DataFrame:
         try:
-            table = dataset(paths, format="parquet").to_table().to_pandas()
+            return dataset([str(path) for path in paths], format="parquet").to_table().to_pandas()
         except (pa.ArrowInvalid, OSError) as error:
-            raise QkovError(f"a file in {self.steps_folder} is damaged ({error}): delete it and track again") from error
-        return table.sort_values(["step", "layer", "head", "circuit"], ignore_index=True)
+            raise QkovError(f"a file in {paths[0].parent} is damaged ({error}): delete it and track again") from error
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09d}.parquet"
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("step-*.parquet"))

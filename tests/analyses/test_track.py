@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from qkov.circuits.attention_weights import AttentionWeights
 from qkov.circuits.errors import CallError, QkovError
 from qkov.circuits.factored import Circuit
 from qkov.circuits.mapping import parse_mapping
+from qkov.circuits.reading import ReadingOptions
 from qkov.circuits.saved_format import save_checkpoint
 from safetensors.torch import save_file
 
@@ -234,7 +236,7 @@ def test_checkpoints_of_different_shape_are_named_and_what_was_measured_stands(t
         track(run, tmp_path / "store")
     assert RunStore(tmp_path / "store").steps() == [0, 10]
     save_checkpoint(run, 500, weights(500, layers=1), {"loss": 0.1}, {})
-    with pytest.raises(QkovError, match=r"has the layers \[0, 1\] and .* has \[0\]"):
+    with pytest.raises(QkovError, match=r"has the layers 0, 1 and .* has 0: "):
         track(run, tmp_path / "store")
 
 
@@ -292,7 +294,7 @@ def test_killed_in_the_middle_and_run_again_it_completes_without_measuring_twice
     assert again.kept == done
     assert sorted(again.kept + again.measured) == list(range(0, 200, 10))
     assert all(store.path(step).stat().st_mtime_ns == at for step, at in times.items())
-    assert not store.table().duplicated(["step", "layer", "head", "circuit"]).any()
+    assert not store.table().duplicated(["step", "stack", "layer", "head", "circuit"]).any()
 
 
 def test_two_at_once_end_with_every_row_once(tmp_path):
@@ -301,7 +303,7 @@ def test_two_at_once_end_with_every_row_once(tmp_path):
     assert [process.wait() for process in both] == [0, 0]
     table = RunStore(tmp_path / "store").table()
     assert len(table) == 10 * 8
-    assert not table.duplicated(["step", "layer", "head", "circuit"]).any()
+    assert not table.duplicated(["step", "stack", "layer", "head", "circuit"]).any()
 
 
 def test_stores_that_are_none(tmp_path):
@@ -344,6 +346,203 @@ def test_a_frozen_circuit_has_not_moved():
     assert figures["change_norm"][1].item() == pytest.approx(expected.norm().item(), rel=1e-6)
     assert motion(Circuit(left @ right), Circuit(left @ right), 1)["change_norm"].tolist() == [0, 0]
     assert motion(Circuit(left @ right), Circuit(left, right), 1)["change_norm"].max() < 1e-4
+
+
+def grouped_tensors(step: int) -> dict[str, torch.Tensor]:
+    """A layer of Qwen3's kind: four query heads on two key-value heads, rotary positions, QK-norm."""
+    generator = torch.Generator().manual_seed(step)
+
+    def drawn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "model.layers.0.self_attn.q_proj.weight": drawn(4 * 6, 10),
+        "model.layers.0.self_attn.k_proj.weight": drawn(2 * 6, 10),
+        "model.layers.0.self_attn.v_proj.weight": drawn(2 * 6, 10),
+        "model.layers.0.self_attn.o_proj.weight": drawn(10, 4 * 6),
+        "model.layers.0.self_attn.q_norm.weight": 1 + drawn(6) / 4,
+        "model.layers.0.self_attn.k_norm.weight": 1 + drawn(6) / 4,
+        "model.layers.0.input_layernorm.weight": 1 + drawn(10) / 4,
+    }
+
+
+def write_grouped_run(run, steps=(100, 500)):
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    config |= {"hidden_size": 10, "num_hidden_layers": 1, "rope_theta": 100.0, "rms_norm_eps": 1e-6}
+    for step in steps:
+        folder = run / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(grouped_tensors(step), folder / "model.safetensors")
+    return run
+
+
+def grouped_heads(step: int, basis: str, offset: int) -> dict[str, np.ndarray]:
+    """W_Q and W_O of the four heads, W_K and W_V of the two, [head, d_model, d_head], in float64."""
+    tensors = {name.split(".")[-2]: tensor.double().numpy() for name, tensor in grouped_tensors(step).items()}
+    gain = tensors["input_layernorm"] if basis == "folded" else np.ones(10)
+    W_Q, W_K, W_V = ((tensors[f"{side}_proj"] * gain).reshape(-1, 6, 10).transpose(0, 2, 1) for side in ("q", "k", "v"))
+    # Pair i, dimensions i and i + 3, turns by the angle offset * 100^(-2i/6).
+    turns = np.exp(1j * offset * 100.0 ** (-np.arange(3) / 3))
+    turned = (W_Q[..., :3] + 1j * W_Q[..., 3:]) * turns
+    W_O = tensors["o_proj"].reshape(10, 4, 6).transpose(1, 0, 2)
+    return {"W_Q": np.concatenate([turned.real, turned.imag], axis=-1), "W_K": W_K, "W_V": W_V, "W_O": W_O}
+
+
+@pytest.mark.parametrize(("basis", "offset"), [("raw", 0), ("folded", 7)])
+def test_grouped_heads_in_any_basis_and_at_any_offset_are_dense_algebra(tmp_path, basis, offset):
+    run = write_grouped_run(tmp_path / "run")
+    table = track(run, tmp_path / "store", basis=basis, rotary_offset=offset).store.table()
+    assert len(table) == 2 * 4 * 2
+    assert table["qk_norm"].all()
+    assert set(table["stack"]) == {""}
+    assert list(table["head"] // 2) == list(table["key_value_head"])
+    assert set(table["basis"]) == {basis}
+    for row in table.to_dict("records"):
+        factors = grouped_heads(row["step"], basis, offset)
+        head, group = row["head"], row["key_value_head"]
+        mates = slice(2 * group, 2 * group + 2)
+        if row["circuit"] == "QK":
+            assert row["rotary_offset"] == offset
+            left, right = factors["W_K"][group], factors["W_Q"][head].T
+            whole_left, whole_right = left, np.concatenate(list(factors["W_Q"][mates])).T
+        else:
+            assert np.isnan(row["rotary_offset"])
+            left, right = factors["W_O"][head], factors["W_V"][group].T
+            whole_left, whole_right = np.concatenate(list(factors["W_O"][mates])), right
+        s = np.linalg.svd(left @ right)[1][:6]
+        np.testing.assert_allclose(row["singular_values"], s, rtol=1e-6)
+        assert row["effective_rank"] == pytest.approx(np.exp(-(s / s.sum() * np.log(s / s.sum())).sum()), rel=1e-6)
+        whole = np.linalg.svd(whole_left @ whole_right)[1][:6]
+        p, q = whole_left.shape[0], whole_right.shape[1]
+        assert row["omega_largest"] == pytest.approx(2 * whole[0], rel=1e-6)
+        assert row["omega_mean"] == pytest.approx((1 / p + 1 / q) * whole.sum(), rel=1e-6)
+        assert row["omega_self"] == pytest.approx(2 * (whole**3).sum() / (whole**2).sum(), rel=1e-6)
+        A, B = whole_left.T @ whole_left, whole_right @ whole_right.T
+        unbalanced = np.linalg.norm(A - B) / (np.linalg.norm(A) + np.linalg.norm(B))
+        assert row["imbalance"] == pytest.approx(unbalanced, rel=1e-6)
+        U, values, _ = np.linalg.svd(whole_left @ whole_right, full_matrices=False)
+        root, exact = (U * values) @ U.T, whole_left @ whole_left.T
+        cosine = (root * exact).sum() / np.linalg.norm(root) / np.linalg.norm(exact)
+        assert row["agreement_rows_cosine"] == pytest.approx(cosine, rel=1e-6)
+
+
+def test_rotary_models_have_the_norm_at_many_offsets(tmp_path):
+    table = track(write_grouped_run(tmp_path / "run"), tmp_path / "store").store.table()
+    for row in table.to_dict("records"):
+        if row["circuit"] == "OV":
+            assert row["rotary_offsets"] is None
+            continue
+        assert list(row["rotary_offsets"]) == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+        for offset, norm in zip(row["rotary_offsets"], row["frobenius_norm_at_offsets"], strict=True):
+            factors = grouped_heads(row["step"], "raw", offset)
+            C = factors["W_K"][row["key_value_head"]] @ factors["W_Q"][row["head"]].T
+            assert norm == pytest.approx(np.linalg.norm(C), rel=1e-9)
+
+
+def test_a_damaged_head_takes_the_figures_of_its_group_with_it_and_no_others(tmp_path):
+    run = write_grouped_run(tmp_path / "run", [500])
+    tensors = grouped_tensors(500)
+    tensors["model.layers.0.self_attn.q_proj.weight"][6 + 2, 3] = torch.nan
+    save_file(tensors, run / "checkpoint-500" / "model.safetensors")
+    table = track(run, tmp_path / "store", basis="folded", composition=True).store.table()
+    qk = table[table["circuit"] == "QK"]
+    assert qk["finite"].tolist() == [True, False, True, True]
+    assert qk["frobenius_norm"].isna().tolist() == [False, True, False, False]
+    assert qk["imbalance"].isna().tolist() == [True, True, False, False]
+    assert table[table["circuit"] == "OV"]["imbalance"].notna().all()
+
+
+def test_composition_scores_lie_beside_the_figures(tmp_path):
+    run = write_run(tmp_path / "run", layers=3)
+    track(run, tmp_path / "store")
+    tracked = track(run, tmp_path / "store", composition=True)
+    assert tracked.measured == list(STEPS)
+    store = tracked.store
+    assert store.composition_steps() == list(STEPS)
+    assert track(run, tmp_path / "store", composition=True).kept == list(STEPS)
+    assert track(run, tmp_path / "store").kept == list(STEPS)
+    scores = store.composition(200)
+    assert len(scores) == 3 * 3 * 2 * 2
+    assert set(scores["chance"]) == {6**-0.5}
+    layers = weights(200, layers=3)
+    for row in scores.to_dict("records"):
+        earlier = dense(layers[row["earlier_layer"]], row["earlier_head"])["OV"]
+        later = dense(layers[row["later_layer"]], row["later_head"])
+        reader = {"Q": later["QK"], "K": later["QK"].T, "V": later["OV"]}[row["kind"]]
+        score = np.linalg.norm(reader @ earlier) / np.linalg.norm(reader) / np.linalg.norm(earlier)
+        assert row["score"] == pytest.approx(score, rel=1e-6)
+        assert row["earlier_layer"] < row["later_layer"]
+    with pytest.raises(CallError, match="holds no composition scores of step 7; track with --composition"):
+        store.composition(7)
+
+
+def test_a_run_of_one_layer_has_no_composition(tmp_path):
+    store = track(write_run(tmp_path / "run", [5], layers=1), tmp_path / "store", composition=True).store
+    assert store.composition(5).empty
+    assert track(tmp_path / "run", tmp_path / "store", composition=True).kept == [5]
+
+
+def test_what_cannot_be_measured_so_leaves_no_store_behind(tmp_path):
+    run = write_run(tmp_path / "run")
+    for wrong, message in (
+        ({"basis": "centred"}, "basis should be one of raw, folded, folded_centred, got 'centred'"),
+        ({"rotary_offset": 3}, "has no layer with rotary positions, so W_QK is the same at every offset"),
+    ):
+        with pytest.raises(CallError, match=message):
+            track(run, tmp_path / "store", **wrong)
+    assert not (tmp_path / "store").exists()
+
+
+def test_run_json_says_how_it_was_read_and_what_was_left_out(tmp_path):
+    run = write_grouped_run(tmp_path / "run")
+    (run / "checkpoint-700").mkdir()
+    described = track(run, tmp_path / "store", basis="folded").store.description()
+    assert "qwen3" in described["recognised"]
+    assert described["left_out"] == {"checkpoint-700": "holds no weights (yet)"}
+    assert described["skipped"] == {}
+    assert described["settings"]["basis"] == "folded"
+    with pytest.raises(CallError, match="was made with another settings"):
+        track(run, tmp_path / "store")
+
+
+def test_each_checkpoint_is_opened_once_for_a_measurement(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", layers=3)
+    opened = []
+    real = ReadingOptions.open
+    monkeypatch.setattr(ReadingOptions, "open", lambda self, address: opened.append(address) or real(self, address))
+    track(run, tmp_path / "store", composition=True)
+    # Once to see that all is well; then each step and the reference, which is held.
+    assert [address.rpartition("_")[2] for address in opened] == [
+        f"{step:09d}.safetensors" for step in (0, 0, 1000, 10, 200)
+    ]
+
+
+def test_what_killed_writers_left_disturbs_nobody_and_goes(tmp_path):
+    run = write_run(tmp_path / "run")
+    store = track(run, tmp_path / "store").store
+    old, young = (store.folder / f".step-000000010.parquet.{name}.partial" for name in ("old", "young"))
+    for left in (old, young):
+        left.write_bytes(b"PAR1")
+    os.utime(old, (0, 0))
+    assert track(run, store.folder).kept == list(STEPS)
+    assert not old.exists()
+    # Another sweep may be writing this one.
+    assert young.exists()
+    assert len(pd.read_parquet(store.steps_folder)) == len(store.table())
+
+
+def test_files_are_written_outside_the_folder_that_others_read(tmp_path, monkeypatch):
+    sources = []
+    real = os.replace
+
+    def replace(source, target):
+        sources.append(Path(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    track(write_run(tmp_path / "run"), tmp_path / "store")
+    assert {source.parent for source in sources[len(STEPS) :]} == {tmp_path / "store"}
 
 
 def test_the_rope_run_of_a_stranger(shared_data, tmp_path):

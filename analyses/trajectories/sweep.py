@@ -1,0 +1,97 @@
+"""The measurement of one checkpoint as a job that any process can do: it reads, measures and writes by itself."""
+
+from dataclasses import dataclass, field
+
+from ...circuits.checkpoints import Checkpoint
+from ...circuits.reading import ReadingOptions
+from .measuring import Opened, TaskDirections, View, checkpoint_rows, composition_columns
+from .store import RunStore
+
+
+@dataclass
+class OpenedLast:
+    """The checkpoints opened last, so that one that serves as itself, and then as the one before, is opened once."""
+
+    options: ReadingOptions
+    held: dict[int, Opened] = field(default_factory=dict)
+
+    def keep(self, steps: set[int]) -> None:
+        """Let go of all others."""
+        self.held = {step: opened for step, opened in self.held.items() if step in steps}
+
+    def open(self, checkpoint: Checkpoint) -> Opened:
+        """Return a checkpoint, opened now or before."""
+        if checkpoint.step not in self.held:
+            self.held[checkpoint.step] = Opened(checkpoint, self.options.open(checkpoint.address))
+        return self.held[checkpoint.step]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What has to be measured of one checkpoint, and all that it takes.
+
+    Attributes:
+        store: where the figures go.
+        source: the run.
+        checkpoint: to be measured.
+        before: the checkpoint before it.
+        reference: the checkpoint that it is compared with.
+        directions: what it is compared with in place of a checkpoint.
+        options: how the checkpoints are read.
+        view: basis and rotary offset.
+        key: of what the figures are made from.
+        composition_key: likewise of the composition scores; None where they are not wanted.
+    """
+
+    store: RunStore
+    source: str
+    checkpoint: Checkpoint
+    before: Checkpoint | None
+    reference: Checkpoint | None
+    directions: TaskDirections | None
+    options: ReadingOptions
+    view: View
+    key: str
+    composition_key: str | None
+
+    @property
+    def step(self) -> int:
+        """Of training."""
+        return self.checkpoint.step
+
+    def is_done(self) -> bool:
+        """Say whether the store holds all that is wanted."""
+        return self._has_figures() and self._has_composition()
+
+    def run(self, opened: OpenedLast | None = None) -> bool:
+        """Measure what the store does not hold, which another sweep may have measured meanwhile; say whether any was.
+
+        Raises:
+            CallError: the view is not possible.
+            QkovError: a checkpoint cannot be read, or does not agree with the others.
+        """
+        opened = OpenedLast(self.options) if opened is None else opened
+        needed = [each for each in (self.checkpoint, self.before, self.reference) if each is not None]
+        opened.keep({each.step for each in needed})
+        wanted = {"figures": not self._has_figures(), "composition": not self._has_composition()}
+        if wanted["figures"]:
+            rows = checkpoint_rows(
+                opened.open(self.checkpoint),
+                None if self.before is None else opened.open(self.before),
+                None if self.reference is None else opened.open(self.reference),
+                self.directions,
+                self.view,
+                self.source,
+            )
+            self.store.write(self.step, self.key, rows)
+        if wanted["composition"] and self.composition_key is not None:
+            columns = composition_columns(opened.open(self.checkpoint), self.view, self.source)
+            self.store.write_composition(self.step, self.composition_key, columns)
+        return any(wanted.values())
+
+    def _has_figures(self) -> bool:
+        return self.store.is_done(self.store.path(self.step), self.key)
+
+    def _has_composition(self) -> bool:
+        key = self.composition_key
+        return key is None or self.store.is_done(self.store.composition_path(self.step), key)

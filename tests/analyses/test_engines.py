@@ -1,0 +1,211 @@
+"""Engines: the same table whichever does the work, and nothing lost whoever is killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pandas as pd
+import psutil
+import pytest
+import torch
+from qkov.analyses.trajectories import engines
+from qkov.analyses.trajectories.store import RunStore
+from qkov.analyses.trajectories.track import track
+from qkov.circuits.attention_weights import AttentionWeights
+from qkov.circuits.errors import QkovError
+from qkov.circuits.saved_format import save_checkpoint
+
+STEPS = (0, 10, 200, 1000)
+#: Of the longer run: checkpoints, and heads of each.
+COUNT, HEADS = 20, 48
+
+
+def save(folder: Path, step: int, layers=2, heads=4, d_model=6, d_head=3) -> Path:
+    generator = torch.Generator().manual_seed(step)
+    shapes = {"W_Q": (d_model, d_head), "W_K": (d_model, d_head), "W_V": (d_model, d_head), "W_O": (d_head, d_model)}
+    written = [
+        AttentionWeights(
+            layer, **{name: torch.randn(heads, *shape, generator=generator) for name, shape in shapes.items()}
+        )
+        for layer in range(layers)
+    ]
+    return save_checkpoint(folder, step, written, {"loss": 1 / (1 + step)}, {})
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "run"
+    for step in STEPS:
+        save(folder, step)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory) -> Path:
+    """Many names of one checkpoint, each a good part of a second to measure."""
+    folder = tmp_path_factory.mktemp("long") / "run"
+    first = save(folder, 0, layers=1, heads=HEADS, d_model=64, d_head=48)
+    for step in range(1, COUNT):
+        os.link(first, folder / f"step_{step:09d}.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_this_process(small_run, tmp_path_factory) -> RunStore:
+    return track(small_run, tmp_path_factory.mktemp("here") / "store", composition=True).store
+
+
+@pytest.mark.parametrize("engine", ["loky", "dask", "ray"])
+def test_the_table_is_the_same_whichever_engine(small_run, by_this_process, tmp_path, engine):
+    done = []
+    tracked = track(
+        small_run,
+        tmp_path / "store",
+        composition=True,
+        engine=engine,
+        workers=2,
+        progress=lambda *figures: done.append(figures),
+    )
+    assert tracked.measured == list(STEPS)
+    assert [(count, total, new) for count, total, _, new in done] == [(count, 4, True) for count in (1, 2, 3, 4)]
+    assert {step for *_, step, _ in done} == set(STEPS)
+    pd.testing.assert_frame_equal(tracked.store.table(), by_this_process.table(), check_exact=True)
+    for step in STEPS:
+        pd.testing.assert_frame_equal(
+            tracked.store.composition(step), by_this_process.composition(step), check_exact=True
+        )
+    again = track(small_run, tmp_path / "store", composition=True, engine=engine, workers=2)
+    assert (again.measured, again.kept) == ([], list(STEPS))
+
+
+def test_a_cluster_is_reached_by_its_address(small_run, by_this_process, tmp_path):
+    from distributed import LocalCluster
+
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        tracked = track(small_run, tmp_path / "store", engine="dask", address=cluster.scheduler_address)
+    pd.testing.assert_frame_equal(tracked.store.table(), by_this_process.table(), check_exact=True)
+
+
+@pytest.mark.parametrize("engine", ["loky", "dask"])
+def test_what_goes_wrong_in_a_worker_is_told_as_it_is_here(tmp_path, engine):
+    for step in STEPS:
+        save(tmp_path / "run", step)
+    save(tmp_path / "run", 200, d_model=8)
+    message = r"step_000000200.safetensors has a W_QK of shape \(4, 8, 8\) \[head, rows, columns\] and step_000001000"
+    with pytest.raises(QkovError, match=message):
+        track(tmp_path / "run", tmp_path / "store", engine=engine, workers=2)
+    save(tmp_path / "run", 200)
+    again = track(tmp_path / "run", tmp_path / "store")
+    assert 200 in again.measured
+    assert sorted(again.measured + again.kept) == list(STEPS)
+
+
+def test_engines_that_cannot_be_had(small_run, tmp_path, monkeypatch):
+    def refusal(**chosen) -> str:
+        with pytest.raises(QkovError) as refused:
+            track(small_run, tmp_path / "store", **chosen)
+        return str(refused.value)
+
+    assert refusal(engine="spark") == "the engine should be one of loky, dask, ray, got 'spark'"
+    assert refusal(workers=0) == "workers should be at least 1, got 0"
+    assert "loky works on this machine alone" in refusal(address="tcp://10.0.0.1:8786")
+    for engine, address in (("dask", "tcp://127.0.0.1:9"), ("ray", "127.0.0.1:9")):
+        assert f"the cluster at {address} cannot be reached ([Errno 111]" in refusal(engine=engine, address=address)
+    monkeypatch.setattr(engines, "find_spec", lambda _: None)
+    assert refusal(engine="dask") == "the engine dask needs the package distributed: pip install 'qkov[dask]'"
+    assert refusal(engine="ray") == "the engine ray needs the package ray: pip install 'qkov[ray]'"
+    assert not (tmp_path / "store").exists()
+
+
+def test_clusters_are_imported_by_those_who_use_them():
+    code = "import sys, qkov.analyses.trajectories.track; print({'ray', 'distributed', 'dask'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+SWEEP = textwrap.dedent(
+    """
+    import sys
+    from qkov.analyses.trajectories.track import track
+    from qkov.circuits.errors import QkovError
+    if __name__ == "__main__":
+        try:
+            track(sys.argv[1], sys.argv[2], engine="loky", workers=2)
+        except QkovError as error:
+            sys.exit(f"qkov: {error}")
+    """
+)
+
+
+def sweep(run: Path, store: Path) -> subprocess.Popen[str]:
+    script = store.parent / "sweep.py"
+    script.write_text(SWEEP)
+    command = [sys.executable, str(script), str(run), str(store)]
+    # A file, not a pipe, which workers would keep open; a session of its own, so that Ctrl-C can be sent to all of it.
+    with (store.parent / "errors").open("w") as errors:
+        return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True)
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def running(processes: list[psutil.Process]) -> bool:
+    return any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.parametrize("whom", ["one worker", "all workers", "the parent"])
+def test_killed_in_the_middle_nothing_is_lost(long_run, tmp_path, whom):
+    store = RunStore(tmp_path / "store")
+    parent = sweep(long_run, store.folder)
+    wait_for(lambda: len(store.steps()) >= 3)
+    children = psutil.Process(parent.pid).children(recursive=True)
+    workers = [child for child in children if any("LokyProcess" in word for word in child.cmdline())]
+    assert len(workers) == 2
+    for process in {"one worker": workers[:1], "all workers": workers, "the parent": [parent]}[whom]:
+        process.kill()
+    parent.wait(timeout=60)
+    wait_for(lambda: not running(children))
+    done = store.steps()
+    assert 3 <= len(done) < COUNT
+    errors = (tmp_path / "errors").read_text().strip().splitlines()
+    if whom != "the parent":
+        assert parent.returncode == 1
+        counted = f"{len(done)} of {COUNT} checkpoints are measured and stay"
+        assert errors[-1].startswith(
+            f"qkov: a worker was killed, or ran out of memory: {counted}; run the same command"
+        )
+        assert "Traceback" not in "".join(errors)
+    again = track(long_run, store.folder)
+    assert again.kept == done
+    assert sorted(again.kept + again.measured) == list(range(COUNT))
+    assert len(pd.read_parquet(store.steps_folder)) == COUNT * HEADS * 2
+
+
+def test_interrupted_the_workers_end_too(long_run, tmp_path):
+    store = RunStore(tmp_path / "store")
+    parent = sweep(long_run, store.folder)
+    wait_for(lambda: len(store.steps()) >= 3)
+    children = psutil.Process(parent.pid).children(recursive=True)
+    # As a terminal does: to the whole group at once.
+    os.killpg(parent.pid, signal.SIGINT)
+    parent.wait(timeout=60)
+    wait_for(lambda: not running(children))
+    assert 3 <= len(store.steps()) < COUNT
+    assert len(re.findall("^KeyboardInterrupt", (tmp_path / "errors").read_text(), flags=re.MULTILINE)) <= 1
+
+
+def test_two_sweeps_at_once_end_with_every_row_once(long_run, tmp_path):
+    store = RunStore(tmp_path / "store")
+    both = [sweep(long_run, store.folder) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    table = store.table()
+    assert len(table) == COUNT * HEADS * 2
+    assert not table.duplicated(["step", "stack", "layer", "head", "circuit"]).any()
