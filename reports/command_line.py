@@ -1,17 +1,16 @@
 """The command `qkov`: thin over the library, one clear line for whatever goes wrong."""
 
 import errno
-import json
-import math
-import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from ..circuits.errors import CallError, QkovError
+from .options import Family, Heads, Json, Map, Prefix, Revisions, TrustPickle, command_as_typed, print_json
+from .track_command import track
 
 app = typer.Typer(
     add_completion=False,
@@ -19,22 +18,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="The query-key and output-value circuits of trained transformers, and how training made them.",
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for a program to read.")]
-Map = Annotated[
-    Path | None, typer.Option("--map", help="TOML file that names the attention tensors, their layout and the heads.")
-]
-Family = Annotated[
-    str | None, typer.Option(help="Read as this family of models, in place of what would be recognised.")
-]
-Heads = Annotated[int | None, typer.Option(min=1, help="Query heads, where neither config nor shapes tell them.")]
-Prefix = Annotated[str | None, typer.Option(help="Of the tensor names, where they are there under several.")]
-Revisions = Annotated[
-    str | None, typer.Option(help="For a hub id: the revisions to take as checkpoints, such as 'step*'.")
-]
-TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", help="Let a PyTorch file run the code it names. Only for files you know.")
-]
 
 
 @app.command()
@@ -52,11 +35,11 @@ def reproduce(
 
     with WorkProgress("reproduce", quiet=as_json) as progress:
         plan = Plan.quick() if quick else Plan()
-        tables = all_tables(run_reproduction(plan, out, progress=progress.update, command=_command()))
-        report = write_reproduction_report(tables, out / "report.html", command=_command())
+        tables = all_tables(run_reproduction(plan, out, progress=progress.update, command=command_as_typed()))
+        report = write_reproduction_report(tables, out / "report.html", command=command_as_typed())
     summary = reproduction_summary(tables)
     if as_json:
-        _print_json({"report": str(report), **summary})
+        print_json({"report": str(report), **summary})
         return
     print(f"matched loss: trained within {100 * summary['largest_difference']:.2g} % of the prediction in all runs")
     print(f"first integrals: relative residual at most {summary['largest_residual']:.2g}")
@@ -114,7 +97,7 @@ def predict(
             }
         )
     if as_json:
-        _print_json(predictions if parameterization is None else predictions[0])
+        print_json(predictions if parameterization is None else predictions[0])
         return
     print(
         f"M = {classes}, b = {class_tokens}, m = {relevant}, n = {background}, {query} query; "
@@ -155,7 +138,7 @@ def inspect(
     facts["steps"] = [each.step for each in found.checkpoints]
     facts["left_out"] = found.left_out
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     steps = facts["steps"]
     print(
@@ -175,47 +158,13 @@ def families(as_json: Json = False) -> None:
     from .families_table import families_facts, families_lines
 
     if as_json:
-        _print_json(families_facts())
+        print_json(families_facts())
         return
     for line in families_lines():
         print(line)
 
 
-@app.command()
-def track(
-    run: Annotated[Path, typer.Argument(help="A folder of checkpoints, or one.")],
-    mapping: Map = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the store and the report; qkov-NAME if not given.")
-    ] = None,
-    trust_pickle: TrustPickle = False,
-    as_json: Json = False,
-) -> None:
-    """Circuits over a run's checkpoints: a store that can be resumed, and its report."""
-    from ..analyses.trajectories.track import track as track_run
-    from ..circuits.mapping import read_mapping
-    from .progress import WorkProgress
-    from .run_report import write_run_report
-
-    named = None if mapping is None else read_mapping(mapping)
-    out = Path(f"qkov-{run.resolve().name if run.is_dir() else run.stem}") if out is None else out
-    with WorkProgress("track", quiet=as_json) as progress:
-        tracked = track_run(
-            run,
-            out,
-            mapping=named,
-            trust_pickle=trust_pickle,
-            progress=lambda done, total, step, new: progress.update(
-                done, total, f"step {step} {'measured' if new else 'was there'}"
-            ),
-        )
-    report = write_run_report([tracked.store], out / "report.html", command=_command())
-    if as_json:
-        _print_json({"store": str(out), "report": str(report), "measured": tracked.measured, "kept": tracked.kept})
-        return
-    print(f"measured {len(tracked.measured)} checkpoints, kept {len(tracked.kept)} that were there")
-    print(f"store: {out}")
-    print(f"report: {report}")
+app.command()(track)
 
 
 @app.command()
@@ -235,13 +184,13 @@ def report(
 
     if len(stores) == 1 and is_reproduction(stores[0]):
         written = write_reproduction_report(
-            all_tables(open_reproduction(stores[0])), out or stores[0] / "report.html", command=_command()
+            all_tables(open_reproduction(stores[0])), out or stores[0] / "report.html", command=command_as_typed()
         )
     else:
         default = stores[0] / "report.html" if len(stores) == 1 else Path("qkov-comparison.html")
-        written = write_run_report([RunStore(store) for store in stores], out or default, command=_command())
+        written = write_run_report([RunStore(store) for store in stores], out or default, command=command_as_typed())
     if as_json:
-        _print_json({"report": str(written)})
+        print_json({"report": str(written)})
         return
     print(f"report: {written}")
 
@@ -281,22 +230,3 @@ _INTERRUPTED = 130
 def _refuse(message: str, status: int) -> int:
     print("qkov: " + " ".join(message.split()), file=sys.stderr)
     return status
-
-
-def _print_json(result: Any) -> None:
-    print(json.dumps(_without_nan(result), indent=1, allow_nan=False))
-
-
-def _without_nan(result: Any) -> Any:
-    """JSON knows neither NaN nor infinity: null stands for a figure that is not defined."""
-    if isinstance(result, float) and not math.isfinite(result):
-        return None
-    if isinstance(result, dict):
-        return {key: _without_nan(value) for key, value in result.items()}
-    if isinstance(result, list):
-        return [_without_nan(value) for value in result]
-    return result
-
-
-def _command() -> str:
-    return shlex.join(["qkov", *sys.argv[1:]])

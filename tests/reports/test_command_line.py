@@ -45,7 +45,7 @@ def write_run(folder: Path, steps=(0, 5, 50), heads=2) -> Path:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         factors = {name: torch.randn(heads, 6, 3, generator=generator) for name in ("W_Q", "W_K", "W_V")}
-        weights = AttentionWeights.of(0, factors | {"W_O": torch.randn(heads, 3, 6, generator=generator)})
+        weights = AttentionWeights(layer=0, **factors, W_O=torch.randn(heads, 3, 6, generator=generator))
         save_checkpoint(folder, step, [weights], {"loss": 1.0}, {})
     return folder
 
@@ -198,7 +198,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch, 
 
 
 def test_json_is_json_where_a_figure_is_not_defined(tmp_path, capsys):
-    weights = AttentionWeights.of(0, {"W_QK": torch.zeros(1, 3, 3)})
+    weights = AttentionWeights(layer=0, W_QK=torch.zeros(1, 3, 3))
     save_checkpoint(tmp_path, 1, [weights], {"loss": float("nan"), "time": float("inf")}, {})
     assert run(["inspect", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

@@ -23,7 +23,7 @@ def store_of(folder, steps, layers=1, heads=2):
         for layer in range(layers):
             shapes = {"W_Q": (6, 3), "W_K": (6, 3), "W_V": (6, 3), "W_O": (3, 6)}
             drawn = {name: torch.randn(heads, *shape, generator=generator) for name, shape in shapes.items()}
-            written.append(AttentionWeights.of(layer, drawn))
+            written.append(AttentionWeights(layer=layer, **drawn))
         save_checkpoint(folder / "run", step, written, {"loss": 1.0 / (1 + step), "rate": step % 7 + 1.0}, {})
     return track(folder / "run", folder / "store").store
 
@@ -107,7 +107,7 @@ def test_the_table_is_of_the_last_checkpoint(tmp_path):
 
 def test_damaged_heads_and_missing_checkpoints_are_said(tmp_path):
     store = store_of(tmp_path, (0, 10))
-    broken = AttentionWeights.of(0, {name: torch.full((2, 6, 3), torch.nan) for name in ("W_Q", "W_K")})
+    broken = AttentionWeights(layer=0, W_Q=torch.full((2, 6, 3), torch.nan), W_K=torch.full((2, 6, 3), torch.nan))
     save_checkpoint(tmp_path / "broken", 0, [broken], {}, {})
     page = write_run_report([track(tmp_path / "broken", tmp_path / "b").store], tmp_path / "b.html", "qkov").read_text()
     assert (
