@@ -13,6 +13,8 @@ from typing import Any
 
 from .mapping import named
 
+_FAMILIES = files(__name__.rpartition(".")[0]).joinpath("families")
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -26,7 +28,8 @@ class Architecture:
         by_names: whether tensor names alone recognise it; families that share them with another leave it to that one.
         marks: tensors that have to be there for its names alone to recognise it. Of two families that fit as well, the
             one with more of them beside its attention's own is meant.
-        needs_config: facts that its names do not tell without a config, since other families have the same ones.
+        needs_config: facts that its names do not tell, since other families have the same ones: a config does, or who
+            asks for the family.
         config_keys: keys that make a config without model_type one of this family's.
     """
 
@@ -63,30 +66,22 @@ class Unsupported:
 def architectures() -> dict[str, Architecture]:
     """Return every family by its key."""
     found = {}
-    for resource in sorted(files(__package__).joinpath("families").iterdir(), key=lambda each: each.name):
+    for resource in sorted(_FAMILIES.iterdir(), key=lambda each: each.name):
         key, _, suffix = resource.name.rpartition(".")
         if suffix == "toml" and key != "unsupported":
-            table = tomllib.loads(resource.read_text(encoding="utf-8"))
-            stacks = tuple(table.pop("stacks"))
-            lists = {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
-            found[key] = Architecture(key=key, stacks=stacks, **(table | lists))
+            found[key] = Architecture(key=key, **_with_tuples(tomllib.loads(resource.read_text(encoding="utf-8"))))
     return found
 
 
 @cache
 def unsupported() -> tuple[Unsupported, ...]:
     """Return what is named and skipped."""
-    text = files(__package__).joinpath("families", "unsupported.toml").read_text(encoding="utf-8")
-    return tuple(
-        Unsupported(
-            title=entry["title"],
-            reason=entry["reason"],
-            model_types=tuple(entry.get("model_types", ())),
-            tensors=tuple(entry.get("tensors", ())),
-            whole=entry.get("whole", False),
-        )
-        for entry in tomllib.loads(text)["unsupported"]
-    )
+    text = _FAMILIES.joinpath("unsupported.toml").read_text(encoding="utf-8")
+    return tuple(Unsupported(**_with_tuples(entry)) for entry in tomllib.loads(text)["unsupported"])
+
+
+def _with_tuples(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 
 def skipped(names: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,18 @@
-"""The holes of a family's file, filled with what the config beside the weights says; UNKNOWN where there is none."""
+"""The holes of a family's file, filled with what the config beside the weights says; UNKNOWN where there is none.
+
+A hole is `{ config = "key" }`, or a list of keys of which the first that says something counts, with
+
+- `default`: what holds where the config is silent, as in transformers' class of the config,
+- `power`, `divided_by`, `plus`: what is made of the number.
+
+A case changes facts, tensors or the layout where all of its conditions hold, and facts alone where it is of `layers`:
+
+- `when`, `unless`: keys with the value, or one of the values, that the config has, or has not,
+- `told`, `missing`: keys of which the config says something, or nothing; `not_null`: keys that it does not say null of,
+- `has`: names of tensors that are there,
+- `layers`: `config` and `is`, the entries of a list; where there is no such list, or none is asked for, `every` so many
+  those `at` or all `except`; `from` a number; `only` some.
+"""
 
 from collections.abc import Iterable
 from collections.abc import Mapping as Dictionary

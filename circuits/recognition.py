@@ -51,7 +51,8 @@ def recognise(
         told = set(found.config_keys)
         config = config if told and all(look_up(config, key) is not None for key in told) else None
         how += "" if config is None else f", with the numbers of {file.config_origin}"
-    stacks = tuple(_mappings(found, names, config, heads, prefix))
+    untold = found.needs_config if config is None and family is None else ()
+    stacks = tuple(_mappings(found, names, config, untold, heads, prefix))
     _demand_distinct(stacks, file)
     if not stacks:
         wanted = ", ".join(_weights(stack)[role] for stack in found.stacks for role in _weights(stack))
@@ -179,14 +180,17 @@ def _fit(
 
 
 def _mappings(
-    architecture: Architecture, names: set[str], config: Config | None, heads: int | None, prefix: str | None
+    architecture: Architecture,
+    names: set[str],
+    config: Config | None,
+    untold: tuple[str, ...],
+    heads: int | None,
+    prefix: str | None,
 ) -> Iterable[Mapping]:
     whole = config
     for stack in architecture.stacks:
         config = _part_of(whole, stack)
-        table = filled(stack, config, names)
-        if config is None:
-            table |= dict.fromkeys(architecture.needs_config, UNKNOWN)
+        table = filled(stack, config, names) | dict.fromkeys(untold, UNKNOWN)
         prefixes = _prefixes(table, names, prefix)
         if len(prefixes) > 1:
             raise QkovError(

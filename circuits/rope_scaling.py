@@ -53,9 +53,7 @@ def scaled_rotary(
             return _llama3(Rotary.of_base(dims, base, pairing), scaling)
         return _by_transformers(kind, d_head, dims, base, pairing, scaling, max_positions)
     except (KeyError, TypeError, ValueError) as error:
-        raise QkovError(
-            f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})"
-        ) from error
+        raise QkovError(f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})") from error
 
 
 def _llama3(rotary: Rotary, scaling: Dictionary[str, Any]) -> Rotary:
@@ -80,7 +78,7 @@ def _by_transformers(
         known = ", ".join((*_UNSCALED, *ROPE_INIT_FUNCTIONS))
         raise QkovError(f"the rotary scaling {kind!r} of the config is not known; known are {known}")
     stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
-    lengths = {} if max_positions is None else {"max_position_embeddings": max_positions}
+    lengths: dict[str, Any] = {} if max_positions is None else {"max_position_embeddings": max_positions}
     config = LlamaConfig(
         hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_parameters=scaling | stated, **lengths
     )

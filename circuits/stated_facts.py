@@ -100,14 +100,15 @@ class StatedFacts:
         if table.get("divide_scores_by_layer") is True:
             score_scale = (score_scale or (d_head or 1) ** -0.5) / (layer + 1)
         rotary = self._rotary(table.get("rotary"), d_head)
-        simple = {name: table.get(name) for name in ("window", "causal", "positions")}
         return AttentionFacts(
             rotary=rotary,
             score_scale=_number(score_scale),
             soft_cap=_number(table.get("soft_cap")),
             clip_qkv=_number(table.get("clip_qkv")),
             sinks=bool(table.get("sinks", False)),
-            **(simple | ({"positions": "rotary"} if rotary is not None and simple["positions"] is None else {})),
+            window=table.get("window"),
+            causal=table.get("causal"),
+            positions=table.get("positions") or (None if rotary is None else "rotary"),
             cross=bool(table.get("cross", False)),
             used_by=table.get("used_by") or 1,
             unknown=self.unknown,
@@ -134,13 +135,13 @@ class StatedFacts:
         if table is None:
             return None
         # One long gain is that of a norm over all heads; heads that have their own come as rows.
-        joined = gain is not None and gain.ndim == 1 and gain.numel() != d_head
+        over = "all" if gain is not None and gain.ndim == 1 and gain.numel() != d_head else "head"
         return HeadNorm(
             kind=None if table["kind"] is UNKNOWN else table["kind"],
             gain=_by_head(_with_offset(gain, table), d_head),
             bias=_by_head(bias, d_head),
             eps=_number(table.get("eps")),
-            over=table.get("over", "all" if joined else "head"),
+            over=table.get("over") or over,
         )
 
     def _of(self, layer: int) -> dict[str, Any]:

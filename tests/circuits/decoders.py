@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from .family_proof import LENGTH, Family, small
 from .forward_pass import alibi_slopes
 
-_BLOCKS = {"block": "model.layers.{layer}", "attention": "model.layers.{layer}.self_attn"}
-_H = {"block": "transformer.h.{layer}", "attention": "transformer.h.{layer}.attn"}
+_BLOCKS: dict[str, Any] = {"block": "model.layers.{layer}", "attention": "model.layers.{layer}.self_attn"}
+_H: dict[str, Any] = {"block": "transformer.h.{layer}", "attention": "transformer.h.{layer}.attn"}
 #: Heads that are grouped, and wider than d_model/heads.
-_GROUPED = {"num_key_value_heads": 2}
-_WIDE = _GROUPED | {"head_dim": 16}
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+_WIDE: dict[str, Any] = _GROUPED | {"head_dim": 16}
 
 
 def like_llama(name: str, model: str, config: str | None = None, **changes: Any) -> Family:
@@ -91,7 +91,7 @@ def bamba() -> Any:
     return small("BambaConfig", hidden_size=48, attn_layer_indices=[1], **mamba, **_GROUPED)
 
 
-def falcon_alibi(model: nn.Module, layer: int) -> Tensor:
+def falcon_alibi(model: Any, layer: int) -> Tensor:
     """Falcon scales ALiBi with the scores, and rounds slopes and products to bfloat16.
 
     The eager attention of transformers adds it twice, once with the mask; its fused attention does not.

@@ -50,8 +50,8 @@ class Family:
     inputs: Callable[[Any], dict[str, Tensor]] | None = None
     source: str | None = None
     patterns: str = "attentions"
-    bias: Callable[[nn.Module, int], Tensor] | None = None
-    sinks: Callable[[nn.Module, int], Tensor] | None = None
+    bias: Callable[[Any, int], Tensor] | None = None
+    sinks: Callable[[Any, int], Tensor] | None = None
     heads: int | None = None
     dtype: torch.dtype = torch.float64
 
@@ -79,7 +79,7 @@ def small(name: str, **changes: Any) -> Any:
     return getattr(transformers, name)(**(settings | changes))
 
 
-def build(family: Family) -> nn.Module:
+def build(family: Family) -> Any:
     """The model with weights of ordinary size everywhere, biases and gains among them."""
     torch.manual_seed(0)
     config = family.config()
@@ -91,7 +91,7 @@ def build(family: Family) -> nn.Module:
     return model.to(family.dtype).eval()
 
 
-def run(family: Family, model: nn.Module) -> dict[int, Seen]:
+def run(family: Family, model: Any) -> dict[int, Seen]:
     """What every layer of the family's stack does with one sequence."""
     caught: dict[tuple[str, int | None], Tensor] = {}
     handles = []
@@ -125,20 +125,20 @@ def run(family: Family, model: nn.Module) -> dict[int, Seen]:
     }
 
 
-def read(model: nn.Module, folder: Path, stack: str) -> list[AttentionWeights]:
+def read(model: Any, folder: Path, stack: str) -> list[AttentionWeights]:
     """The layers of a stack, from the model as transformers saves it."""
     model.save_pretrained(folder)
     return [weights for weights in open_checkpoint(folder).layers() if weights.stack == stack]
 
 
-def read_by_names(model: nn.Module, folder: Path, stack: str, heads: int | None = None) -> list[AttentionWeights]:
+def read_by_names(model: Any, folder: Path, stack: str, heads: int | None = None) -> list[AttentionWeights]:
     """The same from its tensors alone."""
     model.save_pretrained(folder)
     (folder / "config.json").unlink()
     return [weights for weights in open_checkpoint(folder, heads=heads).layers() if weights.stack == stack]
 
 
-def assert_same(weights: AttentionWeights, family: Family, model: nn.Module, seen: Seen) -> None:
+def assert_same(weights: AttentionWeights, family: Family, model: Any, seen: Seen) -> None:
     """Pattern and output from the weights alone are what the model gave."""
     bias = family.bias(model, weights.layer) if family.bias else None
     sinks = family.sinks(model, weights.layer) if family.sinks else None

@@ -64,7 +64,7 @@ def attend(
     if facts.window is not None:
         hidden |= back.abs() >= facts.window
     scores = scores.masked_fill(hidden, -torch.inf)
-    if facts.sinks:
+    if facts.sinks and sinks is not None:
         with_sink = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
         pattern = with_sink.softmax(dim=-1)[..., :-1]
     else:
@@ -120,7 +120,7 @@ def rotated(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """2^(-8/h), 2^(-16/h), ... for h a power of two; else those of the next lower one, then every other of twice that."""
+    """2^(-8/h), 2^(-16/h), ... for h a power of two; else those of the next lower one, and every other of twice it."""
     power = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * (heads - power), 2)]

@@ -53,7 +53,7 @@ def assert_true_or_unknown(told, guessed):
 
 
 def _same(one, other):
-    return (one is None and other is None) or torch.equal(one, other)
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 #: Models whose code lies beside their weights; transformers does not know them.
