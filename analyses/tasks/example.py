@@ -137,3 +137,18 @@ class Task:
     attention_bins: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     probability_bins: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     left_out: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def in_tokens(self) -> tuple[Example, ...]:
+        """The examples, once all of them are tokens.
+
+        Raises:
+            CallError: one is a text, which a tokeniser has to encode first.
+        """
+        encoded = tuple(example for example in self.examples if isinstance(example, Example))
+        if len(encoded) < len(self.examples):
+            raise CallError(
+                f"{len(self.examples) - len(encoded)} of {len(self.examples)} examples of {self.name} are texts; "
+                f"expected tokens: use encode_task with the model's tokeniser"
+            )
+        return encoded

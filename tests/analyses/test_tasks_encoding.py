@@ -326,7 +326,9 @@ def test_a_slow_tokeniser_is_refused():
 def test_texts_without_tokens_are_left_out_and_counted(word_piece):
     task = Task(name="t", examples=(TextExample(text=" "), TextExample(text="the")), relevant="none", classes=("a",))
     made = encode_task(task, word_piece)
-    assert [example.tokens for example in made.examples if isinstance(example, Example)] == [(2, 5, 3)]
+    assert [example.tokens for example in made.in_tokens] == [(2, 5, 3)]
+    with pytest.raises(CallError, match="2 of 2 examples of t are texts; expected tokens"):
+        _ = task.in_tokens
     assert made.left_out == (("without tokens", 1),)
     assert made.classes == ("a",)
     with pytest.raises(CallError, match="no examples: left out were 1 without tokens"):
