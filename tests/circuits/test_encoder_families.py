@@ -371,6 +371,19 @@ def test_names_and_shapes_alone_tell_the_same_weights(family, tmp_path):
             torch.testing.assert_close(getattr(other, name), getattr(one, name), rtol=0, atol=0)
 
 
+def test_names_that_two_families_share_leave_the_norm_open_until_one_is_asked_for(tmp_path):
+    build(BY_NAME["MBart encoder"]).save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    found = {
+        family: next(open_checkpoint(tmp_path, family=family, heads=4).layers()) for family in (None, "bart", "mbart")
+    }
+    assert "norm" in found[None].facts.unknown
+    assert "norm" not in found["bart"].facts.unknown
+    assert found["bart"].norm is None
+    assert found["mbart"].norm is not None
+    torch.testing.assert_close(found["bart"].qk("folded").dense(), found[None].qk().dense())
+
+
 def test_heads_that_nothing_tells_are_asked_for(tmp_path):
     with pytest.raises(QkovError, match=r"this is BERT.*nothing tells its number of heads: give --heads"):
         read_by_names(build(BY_NAME["Bert"]), tmp_path, "")
