@@ -20,7 +20,7 @@ def predictions(
     batch_tokens: int = 8192,
     hidden: Sequence[Sequence[int]] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Float64[Tensor, " alternative"]]:
+) -> list[Float64[Tensor, "_alternative"]]:
     """Return for each example the log-probability of each of its alternatives.
 
     Alternatives are the classes of a classifier; for a language model the example's continuations, the probability of

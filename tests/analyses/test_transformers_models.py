@@ -81,11 +81,16 @@ def test_inputs_are_what_the_values_are_made_of(tiny):
     ]
     given: list[torch.Tensor] = []
     order: list[str] = []
+
+    def keep(layer: int, value: torch.Tensor) -> None:
+        given.append(value)
+        order.append(f"inputs {layer}")
+
     adapted.logits(
         tokens,
         mask,
-        inputs=lambda layer, value: (given.append(value), order.append(f"inputs {layer}"))[0],
-        maps=lambda layer, value: order.append(f"map {layer}"),
+        inputs=keep,
+        maps=lambda layer, _given: order.append(f"map {layer}"),
     )
     for handle in handles:
         handle.remove()

@@ -18,7 +18,7 @@ MASK = 7
 
 
 def small(name: str, **changes: Any) -> Any:
-    settings = {
+    settings: dict[str, Any] = {
         "hidden_size": 48,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
@@ -31,8 +31,8 @@ def small(name: str, **changes: Any) -> Any:
 
 
 def gpt2(**changes: Any) -> Any:
-    settings = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": VOCABULARY}
-    return transformers.GPT2Config(**(settings | {"bos_token_id": 1, "eos_token_id": 1} | changes))
+    names = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+    return small("GPT2Config", **({"pad_token_id": None} | names | changes))
 
 
 def modern_bert(**changes: Any) -> Any:

@@ -1,0 +1,158 @@
+"""Predictions in batches are those of a plain loop over examples, continuations and tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from qkov.analyses.attention.length_buckets import length_buckets
+from qkov.analyses.attention.predictions import predictions
+from qkov.analyses.attention.transformers_models import (
+    TransformersCausalLM,
+    TransformersClassifier,
+    TransformersMaskedLM,
+)
+from qkov.analyses.tasks.example import Example
+from qkov.circuits import CallError
+
+from .tiny_models import CAUSAL, CLASSIFIERS, MASK, MASKED, VOCABULARY
+
+
+def causal() -> Any:
+    return TransformersCausalLM(CAUSAL[0].build().double())
+
+
+def random_tokens(count: int, length: int) -> tuple[int, ...]:
+    return tuple(torch.randint(8, VOCABULARY, (length,), generator=torch.Generator().manual_seed(count)).tolist())
+
+
+def step(model: Any, tokens: tuple[int, ...], at: int = -1, **given: Any) -> torch.Tensor:
+    """Log-probabilities at one place, of one sequence run by itself."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([tokens]), **given).logits[0, at].log_softmax(dim=-1)
+
+
+def loop(model: Any, example: Example) -> torch.Tensor:
+    """Each token of each continuation predicted in a run of its own."""
+    found = []
+    for continuation in example.continuations:
+        total = torch.zeros((), dtype=torch.float64)
+        for number, token in enumerate(continuation):
+            total += step(model, example.tokens + continuation[:number])[token]
+        found.append(total)
+    return torch.stack(found)
+
+
+EXAMPLES = [
+    Example(tokens=random_tokens(1, 5), continuations=((11,), (12,)), id="short"),
+    Example(tokens=random_tokens(2, 9), continuations=((11, 12, 13), (11, 12, 14), (11, 20), (9,))),
+    Example(tokens=random_tokens(3, 1), continuations=((30, 31), (30, 31, 32))),
+    Example(tokens=random_tokens(4, 7), continuations=((20, 21), (22, 23))),
+]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 30, 8192])
+def test_continuations_are_products_of_conditional_probabilities(batch_tokens):
+    adapted = causal()
+    found = predictions(adapted, EXAMPLES, batch_tokens=batch_tokens)
+    for example, given in zip(EXAMPLES, found, strict=True):
+        torch.testing.assert_close(given, loop(adapted._model, example), rtol=1e-9, atol=1e-9)
+
+
+def test_without_continuations_the_whole_vocabulary_is_given():
+    adapted = causal()
+    examples = [Example(tokens=random_tokens(1, 5)), Example(tokens=random_tokens(2, 3))]
+    for example, given in zip(examples, predictions(adapted, examples), strict=True):
+        torch.testing.assert_close(given, step(adapted._model, example.tokens), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tiny", CLASSIFIERS, ids=lambda tiny: tiny.name)
+def test_classes_are_those_of_the_example_by_itself(tiny):
+    model = tiny.build().double()
+    adapted = TransformersClassifier(model)
+    examples = [Example(tokens=random_tokens(number, length)) for number, length in enumerate((4, 9, 1, 6))]
+    for example, given in zip(examples, predictions(adapted, examples, batch_tokens=20), strict=True):
+        with torch.no_grad():
+            wanted = model(input_ids=torch.tensor([example.tokens])).logits[0].log_softmax(dim=-1)
+        torch.testing.assert_close(given, wanted, rtol=1e-8, atol=1e-8)
+
+
+def test_a_masked_language_model_is_asked_at_its_mask():
+    model = MASKED[0].build().double()
+    adapted = TransformersMaskedLM(model, mask_token=MASK)
+    first = Example(tokens=(2, 9, MASK, 3), continuations=((11,), (12,)), special=(True, False, True, True))
+    # The same tokens, of which another mask is the one that is asked.
+    second = Example(tokens=(2, MASK, MASK, 3), continuations=((11,), (12,)), special=(True, True, False, True))
+    third = Example(tokens=(2, MASK, MASK, 3), special=(True, False, True, True))
+    found = predictions(adapted, [first, second, third])
+    torch.testing.assert_close(found[0], step(model, first.tokens, 2)[[11, 12]], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[1], step(model, second.tokens, 1)[[11, 12]], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[2], step(model, third.tokens, 2), rtol=1e-9, atol=1e-9)
+
+
+def test_hidden_tokens_are_not_seen():
+    adapted = causal()
+    example = Example(tokens=random_tokens(5, 6), continuations=((11, 12), (13,)))
+    hidden = [(1, 3), (5,), ()]
+    found = predictions(adapted, [example] * 3, hidden=hidden)
+    for places, given in zip(hidden, found, strict=True):
+        seen = torch.tensor([[int(place not in places) for place in range(7)]])
+        last = 4 if 5 in places else 5
+        first = step(adapted._model, example.tokens, last, attention_mask=seen[:, :6])
+        second = step(adapted._model, (*example.tokens, 11), attention_mask=seen)
+        wanted = torch.stack([first[11] + second[12], first[13]])
+        torch.testing.assert_close(given, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_inputs_that_are_alike_run_once_and_progress_is_told():
+    adapted = causal()
+    ran: list[int] = []
+    adapted._model.transformer.wte.register_forward_pre_hook(lambda _module, args: ran.append(len(args[0])))
+    example = EXAMPLES[1]
+    told: list[tuple[int, int]] = []
+    predictions(adapted, [example] * 50, progress=lambda done, total: told.append((done, total)), batch_tokens=20)
+    # Beginnings (), (11,) and (11, 12) of its continuations.
+    assert sum(ran) == 3
+    assert told[-1] == (3, 3)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (Example(tokens=random_tokens(1, 33), id="long"), "example long has 33 tokens, and .* takes at most 32"),
+        (
+            Example(tokens=random_tokens(1, 31), continuations=((9,), (9, 9, 9)), id="longer"),
+            "example longer has 33 tokens with its continuation",
+        ),
+        (Example(tokens=(9,), continuations=((9,), ())), "example 0 has a continuation without tokens"),
+    ],
+    ids=["tokens", "continuation", "empty"],
+)
+def test_examples_that_do_not_fit_are_named(example, message):
+    with pytest.raises(CallError, match=message):
+        predictions(causal(), [example])
+
+
+def test_continuations_of_several_tokens_are_not_asked_of_one_mask():
+    adapted = TransformersMaskedLM(MASKED[0].build(), mask_token=MASK)
+    with pytest.raises(CallError, match=r"example 0 has a continuation of 2 tokens, and .* predicts one token"):
+        predictions(adapted, [Example(tokens=(2, MASK, 3), continuations=((9, 10),))])
+
+
+def test_hidden_positions_belong_to_the_examples_and_leave_something():
+    with pytest.raises(CallError, match="expected the hidden positions of 1 examples, got those of 2"):
+        predictions(causal(), [Example(tokens=(9,))], hidden=[(), ()])
+    with pytest.raises(CallError, match="all tokens of example 0 are hidden"):
+        predictions(causal(), [Example(tokens=(9, 10))], hidden=[(0, 1)])
+
+
+def test_buckets_hold_every_index_once_and_no_more_than_their_tokens():
+    lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    buckets = length_buckets(lengths, 100)
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(200))
+    assert all(len(bucket) * max(lengths[index] for index in bucket) <= 100 for bucket in buckets)
+    padded = sum(len(bucket) * max(lengths[index] for index in bucket) for bucket in buckets)
+    assert padded < 1.15 * sum(lengths)
+    assert length_buckets([500, 1], 100) == [[0], [1]]
+    with pytest.raises(CallError, match="batch_tokens should be at least 1, got 0"):
+        length_buckets([1], 0)
