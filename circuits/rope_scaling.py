@@ -73,16 +73,23 @@ def _by_transformers(
 ) -> Rotary:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.utils import logging
 
     if kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join((*_UNSCALED, *ROPE_INIT_FUNCTIONS))
         raise QkovError(f"the rotary scaling {kind!r} of the config is not known; known are {known}")
     stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
     lengths: dict[str, Any] = {} if max_positions is None else {"max_position_embeddings": max_positions}
-    config = LlamaConfig(
-        hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_parameters=scaling | stated, **lengths
-    )
-    frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
+    shown = logging.get_verbosity()
+    # Its advice is for those who run the model.
+    logging.set_verbosity_error()
+    try:
+        config = LlamaConfig(
+            hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_parameters=scaling | stated, **lengths
+        )
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
+    finally:
+        logging.set_verbosity(shown)
     return Rotary(
         dims=2 * len(frequencies),
         pairing=pairing,
