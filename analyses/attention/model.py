@@ -133,13 +133,14 @@ class AttentionModel(ABC):
         places: Int[Tensor, "batch place"],
         *,
         maps: MapSink | None = None,
+        inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch place vocabulary"]:
         """Return a language model's logits at some positions of each example.
 
         A model that can should leave out the others: a vocabulary is large.
         """
-        logits = self.logits(tokens, mask, maps=maps, embedded=embedded)
+        logits = self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
         return logits.gather(1, places.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
 
     @abstractmethod

@@ -70,7 +70,7 @@ def readout_rows(model: AttentionModel, batch: Batch) -> Float64[Tensor, "batch 
 
 def last_layer(model: AttentionModel, batch: Batch, heads: HeadFusion = "mean") -> Float64[Tensor, "batch position"]:
     """Return the last layer's attention at the readout, heads fused and brought to sum 1."""
-    return _fused(readout_rows(model, batch)[:, -1:], heads)[:, 0]
+    return fuse_rows(readout_rows(model, batch)[:, -1:], heads)[:, 0]
 
 
 def layer_mean(model: AttentionModel, batch: Batch, heads: HeadFusion = "mean") -> Float64[Tensor, "batch position"]:
@@ -78,12 +78,17 @@ def layer_mean(model: AttentionModel, batch: Batch, heads: HeadFusion = "mean") 
 
     It is read at the same position in every layer, and does not follow what that position's inputs are made of.
     """
-    return _fused(readout_rows(model, batch), heads).mean(dim=1)
+    return fuse_rows(readout_rows(model, batch), heads).mean(dim=1)
 
 
-def _fused(
-    rows: Float64[Tensor, "batch layer head position"], heads: HeadFusion
+def fuse_rows(
+    rows: Float64[Tensor, "batch layer head position"], heads: HeadFusion = "mean"
 ) -> Float64[Tensor, "batch layer position"]:
+    """Return one row a layer over all heads, brought to sum 1.
+
+    Raises:
+        QkovError: the heads attend to no token together.
+    """
     fused = fuse_heads(rows.transpose(1, 2), heads)
     sums = fused.sum(dim=-1, keepdim=True)
     if not (sums > 0).all():

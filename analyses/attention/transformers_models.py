@@ -182,12 +182,13 @@ class _LanguageModel(TransformersModel):
         places: Int[Tensor, "batch place"],
         *,
         maps: MapSink | None = None,
+        inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch place vocabulary"]:
         """Return the logits at some positions; the others never reach the matrix that leads to the vocabulary."""
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Module):
-            return super().logits_at(tokens, mask, places, maps=maps, embedded=embedded)
+            return super().logits_at(tokens, mask, places, maps=maps, inputs=inputs, embedded=embedded)
 
         def keep_places(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             hidden, *others = args
@@ -196,7 +197,7 @@ class _LanguageModel(TransformersModel):
 
         handle = unembedding.register_forward_pre_hook(keep_places)
         try:
-            return self.logits(tokens, mask, maps=maps, embedded=embedded)
+            return self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
         finally:
             handle.remove()
 

@@ -11,7 +11,7 @@ def watch(model: AttentionModel, batch: Batch, maps: MapSink, inputs: InputSink 
     Of a language model logits are computed at one place an example where that can be had: a vocabulary is large.
     """
     with torch.no_grad():
-        if model.classifies or inputs is not None:
+        if model.classifies:
             model.logits(batch.tokens, batch.mask, maps=maps, inputs=inputs)
         else:
-            model.logits_at(batch.tokens, batch.mask, model.reading_positions(batch)[:, None], maps=maps)
+            model.logits_at(batch.tokens, batch.mask, model.reading_positions(batch)[:, None], maps=maps, inputs=inputs)
