@@ -125,7 +125,8 @@ def test_a_model_of_transformer_lens_own_is_taken_too():
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = TransformerBridge.boot_native(cfg)
+        bridge_class: Any = TransformerBridge
+        model = bridge_class.boot_native(cfg)
     hooked = HookedModel(model)
     tokens, mask = torch.randint(0, 20, (2, 5)), torch.ones(2, 5, dtype=torch.bool)
     maps: list[torch.Tensor] = []
