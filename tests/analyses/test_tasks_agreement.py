@@ -48,10 +48,12 @@ def test_every_noun_between_subject_and_verb_is_of_the_other_number(phrase):
 
 
 def test_numbers_of_attractors_and_of_the_subject_take_turns():
-    task = agreement_sentences(1000)
-    assert Counter(example.group for example in texts(task)) == dict.fromkeys("01234", 200)
-    plural = Counter(example.group for example in texts(task) if NUMBER_OF[parsed(example.text)[0]])
-    assert plural == dict.fromkeys("01234", 100)
+    for attractors in ((0, 1, 2, 3, 4), (1, 3)):
+        task = agreement_sentences(200 * len(attractors), attractors=attractors)
+        groups = [str(number) for number in attractors]
+        assert Counter(example.group for example in texts(task)) == dict.fromkeys(groups, 200)
+        plural = Counter(example.group for example in texts(task) if NUMBER_OF[parsed(example.text)[0]])
+        assert plural == dict.fromkeys(groups, 100)
 
 
 def test_the_seed_makes_the_sentences():

@@ -282,6 +282,10 @@ def test_a_continuation_inside_a_token_is_refused(word_piece, unigram):
     # Word pieces allow it, for "key ##s" begins with "key".
     assert encode([text], word_piece)[0].continuations == ((7,),)
     inside = TextExample(text="the k", label=0, continuations=("ey",), id="k")
+    # More tokens than the text has, whose last one is no longer there.
+    longer = TextExample(text="the k", label=0, continuations=("ey are",))
+    with pytest.raises(CallError, match="does not begin at a token's border"):
+        encode([longer], word_piece)
     with pytest.raises(CallError, match="example k cannot be encoded"):
         encode([inside], unigram)
     task = encode_task(Task(name="t", examples=(inside, text), relevant="none"), unigram)
