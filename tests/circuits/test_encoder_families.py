@@ -519,6 +519,14 @@ OLD_CONFIGS = {
         "num_hidden_layers": 2,
         "patch_size": 4,
     },
+    "ViTMSN": {
+        "model_type": "vit_msn",
+        "hidden_size": 48,
+        "image_size": 8,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "patch_size": 4,
+    },
     "Wav2Vec2": {
         "model_type": "wav2vec2",
         "do_stable_layer_norm": True,

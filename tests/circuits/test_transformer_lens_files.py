@@ -149,14 +149,18 @@ def test_the_order_of_the_first_grokking_models(under, tmp_path):
         assert_circuits(weights, *(W.mT for W in stored[:3]), stored[3].T.unflatten(0, (HEADS, D_HEAD)))
 
 
-def test_the_order_of_easy_transformer_is_told_by_the_biases(tmp_path):
+@pytest.mark.parametrize(
+    "told", [_BIASES | _NORM, {name: _BIASES[name] for name in ("attn.b_Q", "attn.b_K", "attn.b_V")}]
+)
+def test_the_order_of_easy_transformer_is_told_by_the_biases(told, tmp_path):
     shapes = {f"attn.W_{side}": (HEADS, D_HEAD, WIDTH) for side in "QKV"} | {"attn.W_O": (HEADS, WIDTH, D_HEAD)}
-    state = state_of(shapes | _BIASES | _NORM)
+    state = state_of(shapes | told)
     for layer, weights in enumerate(read(state, tmp_path)):
         assert_circuits(weights, *(W.mT for W in weights_at(state, layer)))
-    # Without biases the same shapes could be heads that are wider than the model.
-    with pytest.raises(QkovError, match="are not recognised"):
-        read(state_of(shapes), tmp_path)
+    # Without them the same shapes could be heads that are wider than the model, if no gain shows its width.
+    for others in ({}, _NORM, {"attn.b_O": (WIDTH,)}):
+        with pytest.raises(QkovError, match="are not recognised"):
+            read(state_of(shapes | others), tmp_path)
 
 
 def test_heads_as_wide_as_the_model_do_not_tell_the_order(tmp_path):
