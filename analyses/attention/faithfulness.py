@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
 from ..tasks.example import Example
-from .attribution import Target
+from .gradient_rollout import Target
+from .intervals import DEFAULT, Bootstrap, mean_intervals
 from .model import AttentionModel
 from .perturbation import ERASER, Perturbation, keeping, kept_places, merged
 from .predictions import predictions
@@ -56,6 +57,19 @@ class Faithfulness:
     def curves(self) -> pd.DataFrame:
         """Return for each method, order and cut the mean over examples, and over draws, of k and of both."""
         return self.table.groupby(["method", "order", "cut"], sort=False)[["k", *MEASURED]].mean().reset_index()
+
+    def summary(self, intervals: Bootstrap = DEFAULT) -> pd.DataFrame:
+        """Return for each method, order and measure the mean of `aopc` over examples, with its interval over examples.
+
+        An example's figures at random are the mean over its draws first. Columns: method, order, measure and those of
+        `mean_intervals`.
+        """
+        by_example = self.aopc().pivot_table(
+            index="example", columns=["method", "order"], values=list(MEASURED), sort=False
+        )
+        found = mean_intervals(by_example.to_numpy().T[:, None], intervals)
+        names = pd.DataFrame(list(by_example.columns), columns=["measure", "method", "order"])
+        return pd.concat([names[["method", "order", "measure"]], found], axis=1)
 
     def random_band(self) -> pd.DataFrame:
         """Return for each cut the mean, the lowest and the highest of what the random draws give on average."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from qkov.analyses.attention.faithfulness import RANDOM, faithfulness
+from qkov.analyses.attention.intervals import Bootstrap
 from qkov.analyses.attention.perturbation import ERASER_CUTS, Perturbation
 from qkov.analyses.attention.transformers_models import (
     TransformersCausalLM,
@@ -155,6 +156,25 @@ def test_curves_and_band_are_means_over_examples():
         assert one["sufficiency"] == pytest.approx(np.mean(draws), abs=1e-15)
         assert (one["sufficiency_lowest"], one["sufficiency_highest"]) == pytest.approx((min(draws), max(draws)))
         assert one["sufficiency_lowest"] < one["sufficiency_highest"]
+
+
+def test_the_summary_is_the_mean_area_with_an_interval_over_examples():
+    model = BagOfWords(WEIGHTS)
+    generator = np.random.default_rng(0)
+    examples = [
+        Example(tokens=tuple(generator.integers(1, 7, size).tolist())) for size in generator.integers(2, 12, 60)
+    ]
+    rows = {"own": [torch.from_numpy(generator.random(len(one.tokens))) for one in examples]}
+    found = faithfulness(model, examples, rows, EVERYTHING, draws=3)
+    summary = found.summary(Bootstrap(resamples=2000))
+    assert len(summary) == 3 * 2
+    for (method, order, measure), one in summary.set_index(["method", "order", "measure"]).iterrows():
+        areas = of(found.table, method=method, order=order).groupby("example")[measure].mean()
+        assert one["value"] == pytest.approx(areas.mean(), abs=1e-12)
+        assert one["examples"] == 60
+        # A bootstrap interval of a mean is about as wide as the normal one.
+        width = 2 * 1.96 * areas.std() / math.sqrt(60)
+        assert one["high"] - one["low"] == pytest.approx(width, rel=0.15)
 
 
 def test_random_rankings_are_seeded_and_do_not_depend_on_other_examples():
