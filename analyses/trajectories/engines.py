@@ -26,6 +26,10 @@ PATIENCE = 10
 
 Outcome = tuple[int, bool | Exception]
 
+# Not written out where they are used: both are declared more narrowly than they work.
+_ONE_BY_ONE: dict[str, Any] = {"batch_size": 1}
+_ONE_THREAD: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None}
+
 
 class WorkerLostError(Exception):
     """A worker ended without an answer: it was killed, or its machine went away."""
@@ -115,7 +119,7 @@ class Dask(Engine):
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         if self.address is None:
             with _interrupts_kept_from_children():
-                cluster = LocalCluster(n_workers=self.workers or 1, threads_per_worker=1, dashboard_address=None)
+                cluster = LocalCluster(n_workers=self.workers or 1, **_ONE_THREAD)
             with cluster, Client(cluster, set_as_default=False) as client:
                 yield client
             return
@@ -145,10 +149,11 @@ class Ray(Engine):
         with self._cluster(ray):
             register_ray()
             workers = self.workers or (-1 if self.address else 1)
-            with joblib.parallel_config(backend="ray", n_jobs=workers), joblib.Parallel(batch_size=1) as parallel:
+            with joblib.parallel_config(backend="ray", n_jobs=workers), joblib.Parallel(**_ONE_BY_ONE) as parallel:
                 # This backend gives no result before all of a call are there.
                 while some := list(islice(measurements, 4 * parallel.n_jobs if parallel.n_jobs > 0 else 64)):
-                    yield from parallel(joblib.delayed(_in_one_thread)(measurement) for measurement in some)
+                    outcomes: Any = parallel(joblib.delayed(_in_one_thread)(measurement) for measurement in some)
+                    yield from outcomes
 
     @contextmanager
     def _cluster(self, ray: Any) -> Iterator[None]:
@@ -230,9 +235,11 @@ def _as_they_come(
     import joblib
 
     with joblib.parallel_config(**config):
-        parallel = joblib.Parallel(return_as="generator_unordered", batch_size=1)
+        parallel = joblib.Parallel(return_as="generator_unordered", **_ONE_BY_ONE)
         with _interrupts_kept_from_children():
-            outcomes = parallel(joblib.delayed(_in_one_thread)(measurement, parent) for measurement in measurements)
+            outcomes: Any = parallel(
+                joblib.delayed(_in_one_thread)(measurement, parent) for measurement in measurements
+            )
         yield from outcomes
 
 

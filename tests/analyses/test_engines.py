@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -28,12 +29,12 @@ COUNT, HEADS = 20, 48
 def save(folder: Path, step: int, layers=2, heads=4, d_model=6, d_head=3) -> Path:
     generator = torch.Generator().manual_seed(step)
     shapes = {"W_Q": (d_model, d_head), "W_K": (d_model, d_head), "W_V": (d_model, d_head), "W_O": (d_head, d_model)}
-    written = [
-        AttentionWeights(
-            layer, **{name: torch.randn(heads, *shape, generator=generator) for name, shape in shapes.items()}
-        )
-        for layer in range(layers)
-    ]
+    written = []
+    for layer in range(layers):
+        drawn: dict[str, Any] = {
+            name: torch.randn(heads, *shape, generator=generator) for name, shape in shapes.items()
+        }
+        written.append(AttentionWeights(layer=layer, **drawn))
     return save_checkpoint(folder, step, written, {"loss": 1 / (1 + step)}, {})
 
 
@@ -86,7 +87,9 @@ def test_the_table_is_the_same_whichever_engine(small_run, by_this_process, tmp_
 def test_a_cluster_is_reached_by_its_address(small_run, by_this_process, tmp_path):
     from distributed import LocalCluster
 
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    cluster: Any
+    with LocalCluster(**options) as cluster:
         tracked = track(small_run, tmp_path / "store", engine="dask", address=cluster.scheduler_address)
     pd.testing.assert_frame_equal(tracked.store.table(), by_this_process.table(), check_exact=True)
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -485,6 +486,7 @@ def test_a_run_of_one_layer_has_no_composition(tmp_path):
 
 def test_what_cannot_be_measured_so_leaves_no_store_behind(tmp_path):
     run = write_run(tmp_path / "run")
+    wrong: dict[str, Any]
     for wrong, message in (
         ({"basis": "centred"}, "basis should be one of raw, folded, folded_centred, got 'centred'"),
         ({"rotary_offset": 3}, "has no layer with rotary positions, so W_QK is the same at every offset"),

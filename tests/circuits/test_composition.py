@@ -1,6 +1,7 @@
 """Composition scores against dense float64, TransformerLens, hand cases, and simulation for the chance level."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,16 +34,19 @@ def drawn_layers(layers=3, heads=4, key_value_heads=4, d_model=12, d_head=3, see
 
 def numpy_circuits(weights: AttentionWeights, head: int) -> dict[str, np.ndarray]:
     """W_QK and W_OV of a query head, formed."""
-    group = weights.W_Q.shape[0] // weights.W_K.shape[0]
-    W_Q, W_O = (getattr(weights, name)[head].double().numpy() for name in ("W_Q", "W_O"))
-    W_K, W_V = (getattr(weights, name)[head // group].double().numpy() for name in ("W_K", "W_V"))
-    return {"QK": W_K @ W_Q.T, "OV": W_O.T @ W_V.T}
+    W_Q, W_K, W_V, W_O = factors(weights)
+    of_keys = head // (len(W_Q) // len(W_K))
+    return {"QK": W_K[of_keys] @ W_Q[head].T, "OV": W_O[head].T @ W_V[of_keys].T}
+
+
+def factors(weights: AttentionWeights) -> list[np.ndarray]:
+    return [getattr(weights, name).double().numpy() for name in ("W_Q", "W_K", "W_V", "W_O")]
 
 
 def dense_score(kind: str, later: dict[str, np.ndarray], earlier: dict[str, np.ndarray]) -> float:
     reader = {"Q": later["QK"], "K": later["QK"].T, "V": later["OV"]}[kind]
     sizes = np.linalg.norm(reader) * np.linalg.norm(earlier["OV"])
-    return np.linalg.norm(reader @ earlier["OV"]) / sizes
+    return float(np.linalg.norm(reader @ earlier["OV"]) / sizes)
 
 
 @pytest.mark.parametrize(("heads", "key_value_heads"), [(4, 4), (4, 2), (3, 1)])
@@ -67,20 +71,16 @@ def test_every_pair_of_heads_is_dense_algebra(heads, key_value_heads, d_head):
 
 
 def test_the_scores_are_those_of_transformer_lens():
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge.sources import native
 
     torch.manual_seed(0)
-    model = TransformerBridge.boot_native(
-        TransformerBridgeConfig(d_model=16, d_head=4, n_heads=4, n_layers=3, n_ctx=8, d_vocab=11, act_fn="gelu")
-    ).double()
-    layers = [
-        AttentionWeights(
-            layer=layer,
-            **{name: getattr(block.attn, name).detach() for name in ("W_Q", "W_K", "W_V", "W_O")},
-        )
-        for layer, block in enumerate(model.blocks)
-    ]
+    shape = {"d_model": 16, "d_head": 4, "n_heads": 4, "n_layers": 3}
+    model = native.boot(shape | {"n_ctx": 8, "d_vocab": 11, "act_fn": "gelu"}).double()
+    layers = []
+    for layer, block in enumerate(model.blocks):
+        attention: Any = block.attn
+        W_Q, W_K, W_V, W_O = (getattr(attention, name).detach() for name in ("W_Q", "W_K", "W_V", "W_O"))
+        layers.append(AttentionWeights(layer=layer, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=W_O))
     found = {(pair.earlier, pair.later): pair.scores for pair in composition_scores(layers)}
     for kind in "QKV":
         theirs = model.all_composition_scores(kind).scores
@@ -88,13 +88,10 @@ def test_the_scores_are_those_of_transformer_lens():
             torch.testing.assert_close(scores[kind], theirs[earlier, :, later].double(), rtol=1e-9, atol=0)
 
 
-def rank_one(layer: int, **vectors: torch.Tensor) -> AttentionWeights:
-    """One head with d_head = 1."""
-    shaped = {
-        name: vector.reshape(1, 1, -1) if name == "W_O" else vector.reshape(1, -1, 1)
-        for name, vector in vectors.items()
-    }
-    return AttentionWeights(layer=layer, **shaped)
+def rank_one(layer: int, W_Q, W_K, W_V, W_O) -> AttentionWeights:
+    """One head with d_head = 1, of four vectors."""
+    W_Q, W_K, W_V = (vector.reshape(1, -1, 1) for vector in (W_Q, W_K, W_V))
+    return AttentionWeights(layer=layer, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=W_O.reshape(1, 1, -1))
 
 
 def test_a_head_that_reads_what_another_writes_scores_one():
@@ -109,13 +106,12 @@ def test_a_head_that_reads_what_another_writes_scores_one():
 
 def test_small_scores_keep_their_digits():
     # The second reads almost at a right angle to what the first writes, where squares of norms would cancel.
-    layers = drawn_layers(layers=2, heads=1, key_value_heads=1, d_model=40, d_head=4)
+    first, second = drawn_layers(layers=2, heads=1, key_value_heads=1, d_model=40, d_head=4)
     basis = torch.linalg.qr(torch.randn(40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))[0]
     writes, reads = basis[:, :4], basis[:, 4:] + 1e-9 * basis[:, :4]
-    layers[0] = replace(layers[0], W_O=writes.T[None], W_V=layers[0].W_V.double())
-    layers[1] = replace(layers[1], W_Q=reads[None], W_K=layers[1].W_K.double())
-    (pair,) = composition_scores(layers)
-    expected = dense_score("Q", numpy_circuits(layers[1], 0), numpy_circuits(layers[0], 0))
+    first, second = replace(first, W_O=writes.T[None]), replace(second, W_Q=reads[None])
+    (pair,) = composition_scores([first, second])
+    expected = dense_score("Q", numpy_circuits(second, 0), numpy_circuits(first, 0))
     assert expected < 1e-9
     assert pair.scores["Q"].item() == pytest.approx(expected, rel=1e-6)
 
@@ -131,13 +127,13 @@ def test_at_full_width_the_error_is_below_a_millionth(rank, outlying):
     for weights in drawn_layers(2, heads, heads, d_model, d_head, seed=rank):
         mixing = torch.randn(heads, rank, d_head, generator=generator) / 8
         scale = torch.exp(2 * torch.randn(d_model, 1, generator=generator)) if outlying else torch.ones(d_model, 1)
-        factors = {name: scale * getattr(weights, name)[..., :rank] @ mixing for name in ("W_Q", "W_K", "W_V")}
-        layers.append(replace(weights, **factors, W_O=((scale * weights.W_O.mT)[..., :rank] @ mixing).mT))
-    # The first half of the second layer's queries hardly read what the first layer writes.
-    written = torch.linalg.qr(layers[0].W_O.double().flatten(0, 1).T)[0]
-    W_Q = layers[1].W_Q.double()
+        W_Q, W_K, W_V, W_O = (torch.from_numpy(factor) for factor in factors(weights))
+        W_Q, W_K, W_V, written = (scale * side[..., :rank] @ mixing.double() for side in (W_Q, W_K, W_V, W_O.mT))
+        layers.append(AttentionWeights(layer=weights.layer, W_Q=W_Q, W_K=W_K, W_V=W_V, W_O=written.mT))
+    # Half of the second layer's queries hardly read what the first layer writes.
+    written = torch.linalg.qr(layers[0].W_O.flatten(0, 1).T)[0]
+    W_Q = layers[1].W_Q
     W_Q[: heads // 2] -= (1 - 1e-3) * (written @ (written.T @ W_Q[: heads // 2]))
-    layers[1] = replace(layers[1], W_Q=W_Q, W_K=layers[1].W_K.double())
     (pair,) = composition_scores(layers)
     formed = [{name: circuit.dense() for name, circuit in weights.circuits().items()} for weights in layers]
     readers = {"Q": formed[1]["QK"], "K": formed[1]["QK"].mT, "V": formed[1]["OV"]}
@@ -185,9 +181,9 @@ def test_basis_and_rotary_offset_are_those_of_the_circuits():
 
 def test_zero_and_damaged_heads_have_no_score_and_do_not_disturb_the_others():
     whole, layers = drawn_layers(), drawn_layers()
-    layers[0].W_O[1] = 0
-    layers[1].W_K[2, 0, 0] = torch.nan
-    layers[2].W_V[3, 4, 1] = torch.inf
+    layers[0].ov().left[1] = 0
+    layers[1].qk().left[2, 0, 0] = torch.nan
+    layers[2].ov().mT.left[3, 4, 1] = torch.inf
     for pair, expected in zip(composition_scores(layers), composition_scores(whole), strict=True):
         for kind, scores in pair.scores.items():
             missing = torch.zeros(4, 4, dtype=torch.bool)

@@ -1,6 +1,9 @@
 """The report of tracked runs: what it draws and prints is what the store holds."""
 
+import html
+import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from qkov.reports.page import number
 from qkov.reports.panels import Panel
 from qkov.reports.panels import draw as draw_panel
 from qkov.reports.run_report import write_run_report
+from safetensors.torch import save_file
 
 
 def store_of(folder, steps, layers=1, heads=2):
@@ -22,7 +26,9 @@ def store_of(folder, steps, layers=1, heads=2):
         written = []
         for layer in range(layers):
             shapes = {"W_Q": (6, 3), "W_K": (6, 3), "W_V": (6, 3), "W_O": (3, 6)}
-            drawn = {name: torch.randn(heads, *shape, generator=generator) for name, shape in shapes.items()}
+            drawn: dict[str, Any] = {
+                name: torch.randn(heads, *shape, generator=generator) for name, shape in shapes.items()
+            }
             written.append(AttentionWeights(layer=layer, **drawn))
         save_checkpoint(folder / "run", step, written, {"loss": 1.0 / (1 + step), "rate": step % 7 + 1.0}, {})
     return track(folder / "run", folder / "store").store
@@ -116,6 +122,79 @@ def test_damaged_heads_and_missing_checkpoints_are_said(tmp_path):
     store.path(10).unlink()
     page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
     assert "1 of the run's 2 checkpoints are not measured yet" in page
+
+
+def model_folder(folder, config, shapes):
+    """A model as transformers saves it, of random weights."""
+    generator = torch.Generator().manual_seed(len(config))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def qwen3_folder(folder):
+    sizes = {"q_proj": (24, 10), "k_proj": (12, 10), "v_proj": (12, 10), "o_proj": (10, 24)}
+    shapes = {f"layers.{layer}.self_attn.{name}.weight": size for layer in range(2) for name, size in sizes.items()}
+    shapes |= {f"layers.{layer}.self_attn.{side}_norm.weight": (6,) for layer in range(2) for side in "qk"}
+    shapes |= {f"layers.{layer}.input_layernorm.weight": (10,) for layer in range(2)}
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    config |= {"hidden_size": 10, "num_hidden_layers": 2, "rope_theta": 100.0, "rms_norm_eps": 1e-6}
+    return model_folder(folder, config, shapes)
+
+
+def t5_folder(folder):
+    block = "{}.block.0.layer.{}.{}.{}.weight"
+    attentions = (("encoder", 0, "SelfAttention"), ("decoder", 0, "SelfAttention"), ("decoder", 1, "EncDecAttention"))
+    shapes = {block.format(*attention, side): (8, 8) for attention in attentions for side in "qkvo"}
+    shapes |= {f"{stack}.block.0.layer.{number}.layer_norm.weight": (8,) for stack, number, _ in attentions}
+    config = {"model_type": "t5", "d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1}
+    return model_folder(folder, config, shapes)
+
+
+def test_what_kind_of_attention_it_is_is_said(tmp_path, drawn):
+    run = qwen3_folder(tmp_path / "run" / "checkpoint-5").parent
+    (run / "checkpoint-9").mkdir()
+    store = track(run, tmp_path / "store", basis="folded", rotary_offset=3, composition=True).store
+    page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
+    assert "Queries and keys are normalised (QK-norm): the size of W<sub>QK</sub> does not reach the scores" in page
+    assert "Up to 2 query heads share their keys and values." in page
+    assert "weights with the norm in front of attention folded in;" in page
+    assert "W<sub>QK</sub> at offset 3, position of the query less that of the key" in page
+    assert "Left out: checkpoint-9: holds no weights (yet)." in page
+    assert f"<dt>recognised</dt><dd>{store.description()['recognised']}</dd>" in html.unescape(page)
+    panel = titled(drawn, "relative to offset 0")
+    rows = store.table().query("circuit == 'QK' and layer == 1")
+    expected = np.median([row[1:] / row[0] for row in rows["frobenius_norm_at_offsets"]], axis=0)
+    np.testing.assert_allclose(panel.series[1].y, expected)
+    assert list(panel.series[1].x) == [2**power for power in range(11)]
+
+
+def test_the_strongest_compositions_stand_beside_chance(tmp_path):
+    store = track(qwen3_folder(tmp_path / "model"), tmp_path / "store", composition=True).store
+    page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
+    body = page[page.index("Which heads compose?") : page.index("The last checkpoint, head by head")]
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", body, flags=re.DOTALL)]
+    scores = store.composition(0)
+    assert len(rows) == 3 * 5
+    for kind, reads, start in (("Q", "queries", 0), ("K", "keys", 5), ("V", "values", 10)):
+        best = scores[scores["kind"] == kind].sort_values("score", ascending=False).iloc[0]
+        places = [f"layer {best[f'{when}_layer']}, head {best[f'{when}_head']}" for when in ("earlier", "later")]
+        times = number(best["score"] * 10**0.5, 3)
+        assert rows[start] == [reads, *places, number(best["score"], 3), number(10**-0.5, 3), times]
+    plain = track(qwen3_folder(tmp_path / "other"), tmp_path / "plain").store
+    assert "Which heads compose?" not in write_run_report([plain], tmp_path / "b.html", "qkov").read_text()
+
+
+def test_stacks_are_told_apart(tmp_path, drawn):
+    store = track(t5_folder(tmp_path / "model"), tmp_path / "store").store
+    page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
+    assert "3 layers (decoder, decoder cross, encoder), 6 heads in all." in page
+    assert "<span>decoder cross layer 0, head 1</span>" in page
+    assert '<th class="left">stack</th>' in page
+    assert len(titled(drawn, "{OV}", "Frobenius").series) == 6
+    assert not [panel for panel in drawn if "relative to offset 0" in panel.title]
 
 
 def test_runs_are_told_apart(tmp_path):
