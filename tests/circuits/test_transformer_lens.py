@@ -272,6 +272,7 @@ def test_a_model_with_weights_of_that_shape_is_read_and_what_its_cfg_lacks_is_no
     (layer,) = open_model(model).layers()
     assert_same(layer.qk().dense(), (attention.W_K @ attention.W_Q.mT).double())
     assert layer.facts.unknown >= {"norm", "causal", "rotary", "positions"}
+    assert not any(getattr(layer, name).requires_grad for name in ("W_Q", "W_K", "W_V", "W_O"))
     with pytest.raises(CallError, match="the norm in front of layer 0 is not known"):
         layer.ov("folded")
     block.attn.W_Q = nn.Parameter(torch.randn(3, 6, 3))
