@@ -27,7 +27,7 @@ def inspect_checkpoint(opened: OpenCheckpoint) -> dict[str, Any]:
         "stacks": [
             {
                 "stack": mapping.stack,
-                "tensors": {role: mapping.full_name(name) for role, name in mapping.tensors.items()},
+                "tensors": opened.tensors(mapping),
                 "layouts": mapping.layouts,
                 "layers": layers[mapping.stack],
             }

@@ -51,6 +51,11 @@ class OpenCheckpoint:
         """The stack and the number of every layer, in the order of reading."""
         return [(mapping.stack, layer) for mapping, layer, _ in self._names]
 
+    def tensors(self, mapping: Mapping) -> dict[str, str]:
+        """Return by role the tensors of a stack that are there, with {layer} for the layer's number."""
+        roles = {role for stack, _, names in self._names if stack is mapping for role in names}
+        return {role: mapping.full_name(name) for role, name in mapping.tensors.items() if role in roles}
+
     @property
     def scalars(self) -> dict[str, float]:
         """Figures saved beside the weights, such as the loss.

@@ -69,7 +69,8 @@ def track(
     if as_json:
         print_json({"store": str(out), "report": str(report), "measured": tracked.measured, "kept": tracked.kept})
         return
-    print(f"measured {len(tracked.measured)} checkpoints, kept {len(tracked.kept)} that were there")
+    new = len(tracked.measured)
+    print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} that were there")
     for name, reason in tracked.store.description()["left_out"].items():
         print(f"left out {name}: {reason}")
     print(f"store: {out}")
