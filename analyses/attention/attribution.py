@@ -261,7 +261,7 @@ def _input_x_gradient(model: AttentionModel, given: _Inputs, _options: _Options)
     return figures.sum(dim=-1), None
 
 
-def _ablation(model: AttentionModel, given: _Inputs, _options: _Options) -> _Found:
+def _ablation(model: AttentionModel, given: _Inputs, options: _Options) -> _Found:
     from captum.attr import FeatureAblation
 
     positions = torch.arange(given.tokens.shape[1], device=given.tokens.device)
@@ -271,6 +271,7 @@ def _ablation(model: AttentionModel, given: _Inputs, _options: _Options) -> _Fou
             given.baseline,
             additional_forward_args=given.others,
             feature_mask=positions[None, :, None].expand(1, -1, given.embedded.shape[-1]),
+            perturbations_per_eval=max(1, options.batch_tokens // given.tokens.numel()),
         )
     # Every element of the embedding carries the change that all of them made together.
     return figures[..., 0], None
