@@ -1,6 +1,6 @@
 """Bootstrap intervals of means over examples and, where there are several, over trained models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +57,7 @@ def mean_intervals(
     values: Float64[np.ndarray, "figure run example"],
     settings: Bootstrap = DEFAULT,
     *,
-    shares: bool = False,
+    shares: bool | Sequence[bool] = False,
     of: OfMeans | None = None,
 ) -> pd.DataFrame:
     """Return the mean of each figure over examples and runs, and its interval.
@@ -75,7 +75,7 @@ def mean_intervals(
     Args:
         values: of every example; one that is NaN anywhere is left out of all of it.
         settings: of the bootstrap.
-        shares: whether values are 0 or 1 and the figures shares of examples.
+        shares: whether values are 0 or 1 and the figures shares of examples, of all figures or of each.
         of: makes the figures of the means; by default they are the means.
 
     Raises:
@@ -94,11 +94,12 @@ def mean_intervals(
     if examples > 1:
         low, high = _drawn_interval(values, settings, combine)
         kinds = [BOOTSTRAP] * len(value)
+        is_share = np.broadcast_to(shares, len(value))
         constant = np.ptp(values, axis=(1, 2)) == 0
         for figure in np.flatnonzero(constant if of is None else np.full(len(value), constant.all())):
             low[figure] = high[figure] = value[figure]
             kinds[figure] = NO_SPREAD
-            if shares:
+            if is_share[figure]:
                 exact = binomtest(round(value[figure] * examples), examples).proportion_ci(settings.confidence, "exact")
                 low[figure], high[figure], kinds[figure] = exact.low, exact.high, EXACT
     return pd.DataFrame(

@@ -97,26 +97,23 @@ class Plausibility:
         Columns: method, figure, reading, value, low, high, chance (NaN where no formula is known: see the method
         random), examples and interval.
         """
-        return pd.concat(
-            [
-                self._figure(str(method), rows, figure, settings)
-                for method, rows in self.table.groupby("method", sort=False)
-                for figure in PLAUSIBILITY_READINGS
-            ],
-            ignore_index=True,
-        )
+        methods = self.table["method"].unique().tolist()
+        parts = []
+        for figure, reading in PLAUSIBILITY_READINGS.items():
+            column = figure.lower().replace(" ", "_")
+            of = _f1_of_means if figure == "IOU F1" else None
+            names = ("iou_precision", "iou_recall") if of else (column,)
+            values = np.concatenate([self._by_method(name, methods) for name in names])
+            found = mean_intervals(values[:, None], settings, of=of)
+            chance = [math.nan] * len(methods)
+            if column in _WITH_CHANCE:
+                chance = self.table.groupby("method", sort=False)[f"{column}_chance"].mean().tolist()
+            parts.append(found.assign(method=methods, figure=figure, reading=reading, chance=chance))
+        columns = ["method", "figure", "reading", "value", "low", "high", "chance", "examples", "interval"]
+        return pd.concat(parts).sort_index(kind="stable", ignore_index=True)[columns]
 
-    @staticmethod
-    def _figure(method: str, rows: pd.DataFrame, figure: str, settings: Bootstrap) -> pd.DataFrame:
-        column = figure.lower().replace(" ", "_")
-        if figure == "IOU F1":
-            values = rows[["iou_precision", "iou_recall"]].to_numpy().T[:, None]
-            found = mean_intervals(values, settings, of=_f1_of_means)
-        else:
-            found = mean_intervals(rows[column].to_numpy()[None, None], settings)
-        chance = float(rows[f"{column}_chance"].mean()) if column in _WITH_CHANCE else math.nan
-        named = found.assign(method=method, figure=figure, reading=PLAUSIBILITY_READINGS[figure], chance=chance)
-        return named[["method", "figure", "reading", "value", "low", "high", "chance", "examples", "interval"]]
+    def _by_method(self, column: str, methods: list[str]) -> Float64[np.ndarray, "method example"]:
+        return np.stack([self.table[column][self.table["method"] == method].to_numpy() for method in methods])
 
 
 def plausibility(
@@ -229,6 +226,8 @@ def _mean(values: Iterable[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def _f1_of_means(means: Float64[np.ndarray, "figure resample"]) -> Float64[np.ndarray, "outcome resample"]:
-    total = means.sum(axis=0)
-    return np.divide(2 * means.prod(axis=0), total, out=np.zeros_like(total), where=total > 0)[None]
+def _f1_of_means(means: Float64[np.ndarray, "figure resample"]) -> Float64[np.ndarray, "method resample"]:
+    """F1 of every method, from the precisions of all and then their recalls."""
+    precision, recall = np.split(means, 2)
+    total = precision + recall
+    return np.divide(2 * precision * recall, total, out=np.zeros_like(total), where=total > 0)

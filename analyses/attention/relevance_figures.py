@@ -79,28 +79,29 @@ def differences(runs: Runs, others: Runs, thresholds: Thresholds = HALF, setting
 
 
 def _figures(columns: dict[str, Sides], thresholds: Thresholds, settings: Bootstrap) -> pd.DataFrame:
-    single = len(columns["attention"]) == 1
-    tables = []
+    shares_apart = len(columns["attention"]) == 1
+    named, values, chances = [], [], []
+    correct = _above(columns["probability"], thresholds.probability)
     for tokens, names in COLUMNS.items():
-        values, chances = (
-            {
-                "MRTA": columns[name],
-                "AC": _above(columns[name], thresholds.attention),
-                "ACMC": _above(columns[name], thresholds.attention)
-                * _above(columns["probability"], thresholds.probability),
-            }
-            for name in names
+        for figure in ("MRTA", "AC", "ACMC"):
+            named.append({"figure": figure, "reading": thresholds.reading(figure), "tokens": tokens})
+            for name, found in zip(names, (values, chances), strict=True):
+                attention = columns[name] if figure == "MRTA" else _above(columns[name], thresholds.attention)
+                found.append(attention * correct if figure == "ACMC" else attention)
+    known = [np.isfinite(value).all(axis=(0, 1)) for value in values]
+    tables = []
+    # Figures of the same examples share their draws.
+    for some in {mask.tobytes(): mask for mask in known if mask.any()}.values():
+        places = [place for place, mask in enumerate(known) if np.array_equal(mask, some)]
+        shares = [shares_apart and named[place]["figure"] != "MRTA" for place in places]
+        found = mean_intervals(
+            np.stack([compared(values[place][..., some]) for place in places]), settings, shares=shares
         )
-        for figure, value in values.items():
-            known = np.isfinite(value).all(axis=(0, 1))
-            if not known.any():
-                continue
-            found = mean_intervals(compared(value[..., known])[None], settings, shares=single and figure != "MRTA")
-            chance = float(compared(chances[figure][..., known]).mean())
-            named = {"figure": figure, "reading": thresholds.reading(figure), "tokens": tokens}
-            tables.append(found.assign(**named, chance=chance))
+        chance = [float(compared(chances[place][..., some]).mean()) for place in places]
+        tables.append(pd.DataFrame([named[place] for place in places], index=places).join(found.set_axis(places)))
+        tables[-1]["chance"] = chance
     order = ["figure", "reading", "tokens", "value", "low", "high", "chance", "examples", "runs", "interval"]
-    return pd.concat(tables, ignore_index=True)[order]
+    return pd.concat(tables).sort_index(ignore_index=True)[order]
 
 
 def _above(values: Sides, threshold: float) -> Sides:

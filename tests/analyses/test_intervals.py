@@ -14,10 +14,10 @@ def drawn(*shape, seed=0):
 def test_an_interval_of_one_run_is_scipy_s_own():
     values = drawn(2, 1, 80)
     found = mean_intervals(values, Bootstrap(resamples=999, seed=7))
-    for row, sample in zip(found.itertuples(), values[:, 0], strict=True):
+    for row, sample in zip(found[["value", "low", "high"]].to_numpy(), values[:, 0], strict=True):
         own = bootstrap((sample,), np.mean, n_resamples=999, method="percentile", rng=np.random.default_rng(7))
-        np.testing.assert_allclose([row.low, row.high], own.confidence_interval, rtol=1e-12)
-        np.testing.assert_allclose(row.value, sample.mean(), rtol=1e-12)
+        np.testing.assert_allclose(row[1:], own.confidence_interval, rtol=1e-12)
+        np.testing.assert_allclose(row[0], sample.mean(), rtol=1e-12)
 
 
 def test_normal_samples_are_covered_as_often_as_said():
@@ -75,8 +75,8 @@ def test_a_figure_of_two_means():
 def test_shares_of_none_and_of_all_have_exact_intervals(value):
     found = mean_intervals(np.full((1, 1, 20), value), shares=True).iloc[0]
     successes = int(20 * value)
-    low = beta.ppf(0.025, successes, 21 - successes) if successes else 0
-    high = beta.ppf(0.975, successes + 1, 20 - successes) if successes < 20 else 1
+    low = float(beta.ppf(0.025, successes, 21 - successes)) if successes else 0.0
+    high = float(beta.ppf(0.975, successes + 1, 20 - successes)) if successes < 20 else 1.0
     np.testing.assert_allclose([found["low"], found["high"]], [low, high], rtol=1e-9)
     assert found["value"] == value
     assert found["interval"] == EXACT

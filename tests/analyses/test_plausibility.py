@@ -208,6 +208,13 @@ def test_nothing_agrees_and_no_warning_comes():
     assert summary["high"]["IOU F1"] == 0.0
 
 
+def test_where_all_is_marked_there_is_nothing_to_rank():
+    found = plausibility([example("xxx")], {"any": [row(1, 2, 3)]}).summary(QUICK).set_index("figure")
+    assert found["value"]["token F1"] == found["value"]["IOU F1"] == found["chance"]["token F1"] == 1.0
+    assert found["value"][["average precision", "AUPRC"]].isna().all()
+    assert found["examples"][["average precision", "AUPRC"]].tolist() == [0, 0]
+
+
 def test_wrong_calls_are_refused():
     given, weights = [example("x...")], [row(1, 2, 3, 4)]
     with pytest.raises(CallError, match="share is that of the tokens, above 0 and at most 1; got 5"):

@@ -166,13 +166,13 @@ def test_batches_in_any_order_give_what_one_pass_and_a_plain_loop_give(causal):
     at_once = relevance_of(examples, rows, readouts, causal=causal, probabilities=probabilities)
     pd.testing.assert_frame_equal(found.table, at_once.table, rtol=1e-9)
     assert found.left_out == at_once.left_out == (("without a relevant token", 7),)
-    for record in found.table.itertuples():
-        number = int(record.example)
+    for record in found.table.to_dict("records"):
+        number = record["example"]
         marked = [place for place, mark in enumerate(examples[number].relevant[0]) if mark]
-        assert record.attention == pytest.approx(sum(float(rows[number][place]) for place in marked), rel=1e-9)
+        assert record["attention"] == pytest.approx(sum(float(rows[number][place]) for place in marked), rel=1e-9)
         reach = readouts[number] + 1 if causal else len(rows[number])
-        assert record.chance == pytest.approx(len(marked) / reach, rel=1e-12)
-        assert record.probability == probabilities[number]
+        assert record["chance"] == pytest.approx(len(marked) / reach, rel=1e-12)
+        assert record["probability"] == probabilities[number]
 
 
 def test_examples_are_numbered_as_they_come():
