@@ -28,7 +28,7 @@ Outcome = tuple[int, bool | Exception]
 
 # Not written out where they are used: both are declared more narrowly than they work.
 _ONE_BY_ONE: dict[str, Any] = {"batch_size": 1}
-_ONE_THREAD: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None}
+_ONE_THREAD: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.CRITICAL}
 
 
 class WorkerLostError(Exception):

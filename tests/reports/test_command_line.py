@@ -100,15 +100,17 @@ def test_track_inspect_and_report(tmp_path, capsys, monkeypatch):
     facts = json.loads(capsys.readouterr().out)
     assert facts["steps"] == [0, 5, 50]
     assert facts["recognised"] == "as qkov's own format"
-    assert facts["layers"][0]["circuits"]["QK"] == {
-        "heads": 2,
+    (layer,) = facts["stacks"][0]["layers"]
+    assert layer["heads"] == 2
+    assert layer["circuits"]["QK"] == {
+        "dtype": "float32",
         "rows": 6,
         "columns": 6,
         "rank_bound": 3,
         "factorized": True,
     }
     assert run(["inspect", "run/step_000000005.safetensors"]) == 0
-    assert "layer 0: W_OV, 2 heads of 6 x 6, factors of inner width 3" in capsys.readouterr().out
+    assert "W_OV: 6 x 6 a head, factors of inner width 3, float32" in capsys.readouterr().out
     write_run(tmp_path / "other", steps=(0, 7))
     assert run(["track", "other", "--out", "second"]) == 0
     capsys.readouterr()
@@ -117,6 +119,14 @@ def test_track_inspect_and_report(tmp_path, capsys, monkeypatch):
     page = Path("qkov-comparison.html").read_text()
     assert "qkov-run" in page
     assert "second" in page
+
+
+def test_track_by_workers_with_composition(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    assert run(["track", "run", "--workers", "2", "--composition", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] == [0, 5, 50]
+    assert RunStore("qkov-run").composition_steps() == [0, 5, 50]
 
 
 def test_wrong_calls(tmp_path, capsys, monkeypatch):
@@ -137,6 +147,15 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
         (["track", "run", "--map", "nothing.toml"], 1, "names no tensor of the file: it asks for nowhere, neither"),
         (["track", "run", "--map", "broken.toml"], 2, "cannot be read as TOML"),
         (["track", "run", "--map", "missing.toml"], 2, "missing.toml does not exist"),
+        (
+            ["track", "run", "--basis", "centred"],
+            2,
+            "basis should be one of raw, folded, folded_centred, got 'centred'",
+        ),
+        (["track", "run", "--rotary-offset", "3"], 2, "has no layer with rotary positions"),
+        (["track", "run", "--engine", "spark"], 2, "the engine should be one of loky, dask, ray, got 'spark'"),
+        (["track", "run", "--workers", "0"], 2, "workers should be at least 1, got 0"),
+        (["track", "run", "--engine", "dask", "--address", "tcp://127.0.0.1:9"], 1, "127.0.0.1:9 cannot be reached"),
         ([*predict, "--relevant", "60"], 2, "m, tokens of the class in a sequence, must be at most b = 50, got 60"),
         (["predict", "--loss", "3.5"], 2, "loss 3.5 is out of reach"),
         (["predict", "--loss", "-1"], 2, "is out of reach"),
