@@ -2,11 +2,12 @@
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import maximum_flow
 from torch import Tensor
 
+from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch
 from .rollout import fused_maps
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout
@@ -34,10 +35,14 @@ def attention_flow(
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", 2020, who bring rows to sum 1 too.
     """
-    maps = fused_maps(model, batch, settings)
-    rows = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    for example, readout in enumerate(model.reading_positions(batch).tolist()):
-        flows = flow_row(maps.mixed(example), readout)
+    return flow_rows(fused_maps(model, batch, settings), model.reading_positions(batch))
+
+
+def flow_rows(maps: FusedMaps, readout: Int[Tensor, " batch"]) -> Float64[Tensor, "batch position"]:
+    """Return the attention flow of maps that were kept, from one position of each example; see `attention_flow`."""
+    rows = torch.zeros(maps.mask.shape, dtype=torch.float64)
+    for example, position in enumerate(readout.tolist()):
+        flows = flow_row(maps.mixed(example), position)
         rows[example, : len(flows)] = flows / flows.sum()
     return rows
 

@@ -65,6 +65,7 @@ class AttentionModel(ABC):
         causal: whether a token sees only those before it.
         context: the longest sequence that it takes; None without bound.
         pad: id that fills up a batch; never seen through the mask.
+        residual_stream: whether what a layer reads is carried past its attention, as rollout assumes.
         own_padding: whether pad is the vocabulary's own padding token; false where some id has to serve.
         mask_token: id that stands for a removed token; None where the vocabulary has none.
         classifies: whether its outputs are classes of a sequence, read at one place; else they are next tokens.
@@ -78,6 +79,7 @@ class AttentionModel(ABC):
     pad: int
     mask_token: int | None
     classifies: bool
+    residual_stream: bool = True
     own_padding: bool = True
 
     @abstractmethod

@@ -28,6 +28,7 @@ class SingleLayerModel(AttentionModel):
     layers = 1
     causal = True
     context = None
+    residual_stream = False
     pad = 0
     own_padding = False
     mask_token = None
