@@ -9,6 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from ..circuits.errors import CallError, QkovError
+from .explain_command import explain
 from .options import Family, Heads, Json, Map, Prefix, Revisions, TrustPickle, command_as_typed, print_json
 from .track_command import track
 
@@ -165,26 +166,35 @@ def families(as_json: Json = False) -> None:
 
 
 app.command()(track)
+app.command()(explain)
 
 
 @app.command()
 def report(
-    stores: Annotated[list[Path], typer.Argument(help="Run stores, or one folder that `qkov reproduce` wrote.")],
+    stores: Annotated[
+        list[Path], typer.Argument(help="Run stores, or one folder that `qkov reproduce` or `qkov explain` wrote.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="HTML file; report.html in the store, or qkov-comparison.html for several.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Render a report again, or compare runs side by side."""
+    from ..analyses.attention.explanation_files import is_explanation, read_explanation
     from ..analyses.studies.reproduction import is_reproduction, open_reproduction
     from ..analyses.studies.tables import all_tables
     from ..analyses.trajectories.store import RunStore
+    from .explain_report import write_explain_report
     from .reproduction_report import write_reproduction_report
     from .run_report import write_run_report
 
     if len(stores) == 1 and is_reproduction(stores[0]):
         written = write_reproduction_report(
             all_tables(open_reproduction(stores[0])), out or stores[0] / "report.html", command=command_as_typed()
+        )
+    elif len(stores) == 1 and is_explanation(stores[0]):
+        written = write_explain_report(
+            read_explanation(stores[0]), out or stores[0] / "report.html", command=command_as_typed(), folder=stores[0]
         )
     else:
         default = stores[0] / "report.html" if len(stores) == 1 else Path("qkov-comparison.html")

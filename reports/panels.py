@@ -14,14 +14,15 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Stands for the page's own text colour, so that a figure follows the page into dark mode and print.
-_FOREGROUND = "#010203"
-_STYLE: dict[Any, Any] = {
-    "axes.edgecolor": _FOREGROUND,
+#: Stands for the page's own text colour, so that a figure follows the page into dark mode and print.
+FOREGROUND = "#010203"
+#: Of every figure.
+STYLE: dict[Any, Any] = {
+    "axes.edgecolor": FOREGROUND,
     "axes.formatter.limits": (-4, 7),
     "axes.formatter.useoffset": False,
     "axes.grid": True,
-    "axes.labelcolor": _FOREGROUND,
+    "axes.labelcolor": FOREGROUND,
     "axes.linewidth": 0.7,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -30,14 +31,14 @@ _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "grid.alpha": 0.15,
-    "grid.color": _FOREGROUND,
+    "grid.color": FOREGROUND,
     "grid.linewidth": 0.6,
     "mathtext.fontset": "dejavusans",
     "svg.fonttype": "path",
     "svg.hashsalt": "qkov",
-    "text.color": _FOREGROUND,
-    "xtick.color": _FOREGROUND,
-    "ytick.color": _FOREGROUND,
+    "text.color": FOREGROUND,
+    "xtick.color": FOREGROUND,
+    "ytick.color": FOREGROUND,
 }
 
 #: Of middle lightness, to be read on white and on near-black; told apart without red or green as well.
@@ -95,7 +96,7 @@ class Panel:
 
 def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
     """Return a panel as an SVG element for the page, sized in inches at 100%."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         # Fixed margins, so that panels below each other line up; a measured layout would also take as long as the
         # drawing.
@@ -117,7 +118,7 @@ def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
             if not log:
                 axis.set_major_locator(MaxNLocator(nbins=5, integer=panel.x_integer and axis is axes.xaxis))
         for level, label in panel.levels:
-            axes.axhline(level, color=_FOREGROUND, linewidth=0.8, linestyle=":", alpha=0.7)
+            axes.axhline(level, color=FOREGROUND, linewidth=0.8, linestyle=":", alpha=0.7)
             axes.annotate(
                 label,
                 (0.99, level),
@@ -129,7 +130,7 @@ def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
             )
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(text.getvalue(), panel.description)
+    return inline_svg(text.getvalue(), panel.description)
 
 
 def swatch(style: int, *, dots: bool = True, line: bool = True, hollow: bool = False) -> Markup:
@@ -190,13 +191,13 @@ def _draw_series(axes, series: Series) -> None:
         axes.fill_between(x, *series.band, color=colour, alpha=0.15, linewidth=0)
 
 
-def _inline(svg: str, description: str) -> Markup:
+def inline_svg(svg: str, description: str) -> Markup:
     """Strip what only a file of its own needs, and make the ids unique on the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     prefix = f"figure{next(_serial)}-"
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
-    svg = svg.replace(_FOREGROUND, "currentColor")
+    svg = svg.replace(FOREGROUND, "currentColor")
     label = str(Markup.escape(description))
     return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))
