@@ -114,6 +114,19 @@ class AttentionWeights:
                     f"expected the same number, or a multiple of it (is the number of heads right?)"
                 )
 
+    @classmethod
+    def of(cls, layer: int, tensors: dict[str, Tensor]) -> "AttentionWeights":
+        """Make the weights of a table of tensors by name: W_Q, b_Q and so on.
+
+        Raises:
+            CallError: there is no tensor of that name in a layer, or shapes do not agree.
+        """
+        unknown = sorted(set(tensors) - {*NAMES, *BIASES})
+        if unknown:
+            known = ", ".join((*NAMES, *BIASES))
+            raise CallError(f"layer {layer} was given {unknown[0]}; attention weights are {known}")
+        return replace(cls(layer), **tensors)
+
     @property
     def place(self) -> str:
         """The layer in words, for messages."""
@@ -137,7 +150,8 @@ class AttentionWeights:
         values of cross-attention read another stream, whose norm is not this one, and stay as they are.
 
         Raises:
-            CallError: there is no such basis, or the weights were read with their norms folded, or are collapsed.
+            CallError: there is no such basis; the weights were read with their norms folded, or are collapsed, or are
+                of other widths than the norm in front of them.
         """
         if basis not in BASES:
             raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
@@ -158,6 +172,7 @@ class AttentionWeights:
             return replace(self, stored_basis=basis)
         if self.W_QK is not None or self.W_OV is not None:
             raise CallError(f"{self.place} holds collapsed circuits, whose basis is raw; they cannot be {basis}")
+        self._demand_one_stream(norm)
         folded = {}
         for side in "QKV":
             W, b = getattr(self, f"W_{side}"), getattr(self, f"b_{side}")
@@ -253,6 +268,18 @@ class AttentionWeights:
         rotary = self._demand_rotary()
         grouped = W_Q.reshape(-1, self.group_size, *W_Q.shape[1:])
         return rotary.norms(W_K[:, None], grouped, offsets).flatten(1)
+
+    def _demand_one_stream(self, norm: Norm) -> None:
+        read = {f"W_{side}": getattr(self, f"W_{side}") for side in ("Q" if self.facts.cross else "QKV")}
+        widths = {name: W.shape[1] for name, W in read.items() if W is not None}
+        if norm.gain is not None:
+            widths["the norm's gain"] = norm.gain.shape[0]
+        if len(set(widths.values())) > 1:
+            told = ", ".join(f"{name} {width}" for name, width in widths.items())
+            raise CallError(
+                f"what {self.place} reads should have the width of the norm in front of it, got {told}: where keys and "
+                f"values read another stream, say cross = true in a mapping file, or leave the basis raw"
+            )
 
     def _query_and_key(self, rotary_offset: int) -> tuple[Tensor, Tensor]:
         if self.W_Q is None or self.W_K is None:

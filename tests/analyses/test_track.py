@@ -428,6 +428,28 @@ def test_grouped_heads_in_any_basis_and_at_any_offset_are_dense_algebra(tmp_path
         assert row["agreement_rows_cosine"] == pytest.approx(cosine, rel=1e-6)
 
 
+def test_a_layer_of_torch_whose_keys_and_values_have_other_widths(tmp_path):
+    (tmp_path / "run").mkdir()
+    modules = {}
+    for step in (0, 100):
+        torch.manual_seed(step)
+        modules[step] = torch.nn.MultiheadAttention(12, 2, kdim=5, vdim=7).double()
+        torch.save(modules[step].state_dict(), tmp_path / "run" / f"step_{step}.pt")
+    track(tmp_path / "run", tmp_path / "store", heads=2)
+    table = RunStore(tmp_path / "store").table()
+    assert len(table) == 2 * 2 * 2
+    for row in table.to_dict("records"):
+        state = {name: tensor.numpy() for name, tensor in modules[row["step"]].state_dict().items()}
+        of_head = slice(6 * row["head"], 6 * row["head"] + 6)
+        if row["circuit"] == "QK":
+            C = state["k_proj_weight"][of_head].T @ state["q_proj_weight"][of_head]
+        else:
+            C = state["out_proj.weight"][:, of_head] @ state["v_proj_weight"][of_head]
+        assert (row["rows"], row["columns"]) == C.shape
+        np.testing.assert_allclose(row["singular_values"], np.linalg.svd(C)[1][:6], rtol=1e-9, atol=1e-9)
+        assert np.isnan(row["copying_score"])
+
+
 def test_rotary_models_have_the_norm_at_many_offsets(tmp_path):
     table = track(write_grouped_run(tmp_path / "run"), tmp_path / "store").store.table()
     for row in table.to_dict("records"):

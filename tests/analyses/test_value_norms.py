@@ -7,6 +7,7 @@ import pytest
 import torch
 from qkov.analyses.attention.rollout_settings import Rollout
 from qkov.analyses.attention.value_norms import TokenValues, ValueNorms, value_norms
+from qkov.circuits import open_model
 from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
 from qkov.circuits.errors import CallError
 
@@ -41,6 +42,21 @@ SHAPES = {
     "clipped": {"clip": 0.4},
     "d_head above d_model": {"d_model": 3, "d_head": 5},
 }
+
+
+def test_values_of_another_width_carry_what_torch_puts_out():
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(24, 3, kdim=20, vdim=28, batch_first=True).double()
+    torch.nn.init.normal_(attention.in_proj_bias)
+    (weights,) = open_model(attention).layers()
+    read = torch.randn(2, 5, 28, dtype=torch.float64)
+    # Whatever asks, a key that is alone has all the attention of each head.
+    alone = read.flatten(0, 1)[:, None]
+    with torch.no_grad():
+        output, _ = attention(torch.zeros(10, 1, 24).double(), torch.zeros(10, 1, 20).double(), alone)
+    carried = TokenValues.of(read, weights).over_heads(torch.ones(2, 3, 1, 5))
+    expected = torch.linalg.vector_norm(output - attention.out_proj.bias.detach(), dim=-1)
+    torch.testing.assert_close(carried.flatten(), expected.flatten(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

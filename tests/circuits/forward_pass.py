@@ -19,6 +19,7 @@ def attend(
     weights: AttentionWeights,
     residual: Tensor,
     source: Tensor | None = None,
+    values: Tensor | None = None,
     score_bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Attended:
@@ -28,6 +29,7 @@ def attend(
         weights: raw.
         residual: what is read by queries, and by keys and values unless there is a source.
         source: what keys and values of cross-attention read.
+        values: what values read, where it is not what keys read.
         score_bias: [head, query, key], what the positions add to scores where they are not rotary; ALiBi's own if it is
             not given and the facts say ALiBi.
         sinks: [head], scores of no token that take part of the attention.
@@ -40,7 +42,7 @@ def attend(
         for x, W, b in (
             (read, weights.W_Q, weights.b_Q),
             (other, weights.W_K, weights.b_K),
-            (other, weights.W_V, weights.b_V),
+            (other if values is None else values.double(), weights.W_V, weights.b_V),
         )
     )
     if facts.clip_qkv is not None:
@@ -69,11 +71,13 @@ def attend(
         pattern = with_sink.softmax(dim=-1)[..., :-1]
     else:
         pattern = scores.softmax(dim=-1)
+    assert weights.W_O is not None
     output = torch.einsum("hqk,hkd,hdm->qm", pattern, v, weights.W_O.double())
     return Attended(pattern, output if weights.b_O is None else output + weights.b_O.double())
 
 
-def project(x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+def project(x: Tensor, W: Tensor | None, b: Tensor | None) -> Tensor:
+    assert W is not None
     projected = torch.einsum("nm,hmd->hnd", x, W.double())
     return projected if b is None else projected + b.double()[:, None]
 
@@ -83,6 +87,7 @@ def normalised(x: Tensor, norm: Norm | None) -> Tensor:
         return x
     if norm.kind == "layer_norm":
         x = x - x.mean(dim=-1, keepdim=True)
+    assert norm.eps is not None
     x = x / (x.square().mean(dim=-1, keepdim=True) + norm.eps).sqrt()
     x = x if norm.gain is None else x * norm.gain.double()
     return x if norm.bias is None else x + norm.bias.double()
@@ -95,6 +100,7 @@ def head_normalised(x: Tensor, norm: HeadNorm | None) -> Tensor:
     dims = (0, 2) if norm.over == "all" else (2,)
     if norm.kind == "layer_norm":
         x = x - x.mean(dim=dims, keepdim=True)
+    assert norm.eps is not None
     x = x / (x.square().mean(dim=dims, keepdim=True) + norm.eps).sqrt()
     for gain, apply in ((norm.gain, torch.mul), (norm.bias, torch.add)):
         if gain is not None:

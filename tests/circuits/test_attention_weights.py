@@ -121,6 +121,18 @@ def test_keys_and_values_of_cross_attention_are_not_folded_with_the_norm_of_the_
     assert_exact(after.output, before.output)
 
 
+def test_keys_and_values_of_other_widths_are_of_another_stream_than_the_norm_s():
+    weights = layer(norm=layer_norm())
+    other = replace(weights, W_K=draw(4, 5, D_HEAD), W_V=draw(4, 7, D_HEAD))
+    assert other.qk().shape == (4, 5, D_MODEL)
+    assert other.ov().shape == (4, D_MODEL, 7)
+    with pytest.raises(CallError, match=r"got W_Q 12, W_K 5, W_V 7, the norm's gain 12: where keys .* cross = true"):
+        other.in_basis("folded")
+    folded = replace(other, facts=AttentionFacts(cross=True)).in_basis("folded")
+    assert torch.equal(folded.W_K, other.W_K)
+    assert torch.equal(folded.W_V, other.W_V)
+
+
 def test_weights_read_folded_can_be_centred_and_not_unfolded():
     raw = layer(norm=layer_norm())
     folded = raw.in_basis("folded")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from qkov.circuits import measure
 from qkov.circuits.attention_weights import AttentionWeights
 from qkov.circuits.errors import QkovError
 from qkov.circuits.reading import open_checkpoint
@@ -35,11 +36,18 @@ def read(made: nn.Module, folder, heads: int | None = HEADS) -> list[AttentionWe
     return list(open_checkpoint(folder / "model.pt", heads=heads).layers())
 
 
-def assert_attends(weights: AttentionWeights, attention: nn.Module, x: Tensor, source: Tensor | None = None):
+def assert_attends(
+    weights: AttentionWeights,
+    attention: nn.Module,
+    x: Tensor,
+    source: Tensor | None = None,
+    values: Tensor | None = None,
+):
     keys = x if source is None else source
+    read = keys if values is None else values
     with torch.no_grad():
-        output, pattern = attention(x[None], keys[None], keys[None], need_weights=True, average_attn_weights=False)
-    attended = attend(weights, x, source=source)
+        output, pattern = attention(x[None], keys[None], read[None], need_weights=True, average_attn_weights=False)
+    attended = attend(weights, x, source=source, values=values)
     torch.testing.assert_close(attended.pattern, pattern[0], rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(attended.output, output[0], rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -54,12 +62,34 @@ def test_one_module(bias, tmp_path):
         read(attention, tmp_path, heads=None)
 
 
-def test_keys_and_values_of_another_width(tmp_path):
-    attention = module(nn.MultiheadAttention(WIDTH, HEADS, kdim=20, vdim=20, batch_first=True))
+@pytest.mark.parametrize(("kdim", "vdim"), [(20, 20), (20, 28), (WIDTH, 28), (20, WIDTH)])
+def test_keys_and_values_of_other_widths(kdim, vdim, tmp_path):
+    attention = module(nn.MultiheadAttention(WIDTH, HEADS, kdim=kdim, vdim=vdim, batch_first=True))
     (weights,) = read(attention, tmp_path)
     assert weights.W_K is not None
-    assert tuple(weights.W_K.shape) == (HEADS, 20, WIDTH // HEADS)
-    assert_attends(weights, attention, stream(), source=stream(7, 20))
+    assert weights.W_V is not None
+    assert tuple(weights.W_K.shape) == (HEADS, kdim, WIDTH // HEADS)
+    assert tuple(weights.W_V.shape) == (HEADS, vdim, WIDTH // HEADS)
+    assert_attends(weights, attention, stream(), source=stream(7, kdim), values=stream(7, vdim, seed=10))
+
+
+def test_circuits_between_other_widths_are_measured(tmp_path):
+    attention = module(nn.MultiheadAttention(WIDTH, HEADS, kdim=20, vdim=28))
+    (weights,) = read(attention, tmp_path)
+    W_Q, W_K, W_V = (
+        getattr(attention, f"{side}_proj_weight").detach().unflatten(0, (HEADS, -1)) for side in ("q", "k", "v")
+    )
+    W_O = attention.out_proj.weight.detach().unflatten(1, (HEADS, -1)).movedim(1, 0)
+    for circuit, dense in ((weights.qk(), W_K.mT @ W_Q), (weights.ov(), W_O @ W_V)):
+        assert circuit.shape == dense.shape
+        figures = measure(circuit)
+        s = torch.linalg.svdvals(dense)[:, : WIDTH // HEADS]
+        torch.testing.assert_close(figures["singular_values"], s, rtol=TOLERANCE, atol=TOLERANCE)
+        rates = sum(1 / size for size in dense.shape[1:]) * s.sum(-1)
+        torch.testing.assert_close(figures["omega_mean"], rates, rtol=TOLERANCE, atol=TOLERANCE)
+        # A matrix that is not square has no symmetric part and no eigenvalues.
+        for name in ("symmetric_share", "antisymmetric_share", "copying_score", "positive_eigenvalue_share"):
+            assert figures[name].isnan().all()
 
 
 def test_a_key_that_every_query_sees_is_named_as_not_read(tmp_path):
