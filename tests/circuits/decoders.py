@@ -182,6 +182,7 @@ FAMILIES = [
         "qwen2_moe", "Qwen2MoeForCausalLM", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, **_GROUPED
     ),
     like_llama("granite", "GraniteForCausalLM", attention_multiplier=0.3, **_GROUPED),
+    like_llama("granitemoe", "GraniteMoeForCausalLM", num_local_experts=2, attention_multiplier=0.3, **_GROUPED),
     like_llama("arcee", "ArceeForCausalLM", **_GROUPED),
     like_llama("qwen3", "Qwen3ForCausalLM", **_WIDE),
     like_llama(

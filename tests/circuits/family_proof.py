@@ -17,6 +17,7 @@ from .forward_pass import attend
 LENGTH = 12
 #: The models compute in float64; what they keep in float32 (rotary tables, ALiBi) leaves differences of this order.
 TOLERANCE = 1e-5
+SPECIAL_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from .decoders import BY_NAME, FAMILIES
+from .encoder_decoders import FAMILIES as ENCODER_DECODERS
+from .encoders import FAMILIES as ENCODERS
 from .family_proof import build, read, read_by_names
+from .test_published_configs import OLDER_NAMES
 
 #: A fused W_QKV of nanoGPT's names: where all heads have keys of their own, names and shapes do not tell its order.
 _TAKEN_FOR_OTHERS = {"gpt_bigcode"}
@@ -57,7 +61,7 @@ def _same(one, other):
 
 
 #: Models whose code lies beside their weights; transformers does not know them.
-_OF_OTHERS = {"RefinedWeb", "RefinedWebModel"}
+_OF_OTHERS = {model_type for _, model_type in OLDER_NAMES}
 KNOWN = [
     (architecture, model_type)
     for architecture in architectures().values()
@@ -83,6 +87,12 @@ def stated(stack, config):
     return [facts.of_layer(layer, 64) for layer in range(8)], [
         norm and (norm.kind, norm.eps) for norm in (*norms, *head_norms)
     ]
+
+
+def test_the_attention_of_every_model_type_that_is_listed_is_compared_with_a_model_s():
+    listed = {model_type for family in architectures().values() for model_type in family.model_types}
+    built = {family.config().model_type for family in (*FAMILIES, *ENCODERS, *ENCODER_DECODERS)}
+    assert listed == built | _OF_OTHERS
 
 
 def test_no_model_type_is_of_two_families():
@@ -150,8 +160,8 @@ def test_two_copies_of_a_model_are_told_apart_by_their_prefix(tmp_path):
     save_file(tensors | averaged, file)
     with pytest.raises(QkovError, match=r"under several prefixes, 'averaged.model', 'model': choose one with --prefix"):
         open_checkpoint(file, heads=4)
-    one = next(open_checkpoint(file, heads=4, prefix="model").layers())
-    other = next(open_checkpoint(file, heads=4, prefix="averaged.model").layers())
+    one: Any = next(open_checkpoint(file, heads=4, prefix="model").layers())
+    other: Any = next(open_checkpoint(file, heads=4, prefix="averaged.model").layers())
     assert torch.equal(other.W_Q, 2 * one.W_Q)
 
 

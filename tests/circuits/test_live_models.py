@@ -14,10 +14,11 @@ from qkov.circuits.mapping import parse_mapping
 from qkov.circuits.reading import open_checkpoint
 from torch import nn
 
+from .decoders import FAMILIES as DECODERS
+from .encoder_decoders import FAMILIES as ENCODER_DECODERS
+from .encoders import FAMILIES as ENCODERS
 from .family_proof import build, small
 from .forward_pass import attend
-from .test_decoder_families import FAMILIES as DECODERS
-from .test_encoder_families import FAMILIES as ENCODERS
 
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
 LENGTH = 10
@@ -40,7 +41,10 @@ def assert_equal_layers(found, wanted):
             assert first is None or torch.equal(first, second)
 
 
-@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS], ids=lambda family: f"{family.name} {family.stack}")
+FAMILIES = [*DECODERS, *ENCODERS, *ENCODER_DECODERS]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.name} {family.stack}")
 def test_a_transformers_model_is_read_as_its_saved_files_are(family, tmp_path):
     model: Any = build(family)
     model.save_pretrained(tmp_path)
@@ -69,11 +73,12 @@ def test_reading_changes_nothing_and_shares_the_memory_of_the_model():
 def test_what_is_read_after_a_step_is_what_the_step_left():
     model = llama().bfloat16()
     opened = open_model(model)
-    before = next(opened.layers()).W_Q.clone()
+    layer: Any = next(opened.layers())
+    before = layer.W_Q.clone()
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.add_(1)
     after = next(opened.layers()).W_Q
-    assert after.dtype == torch.bfloat16
+    assert before.dtype == torch.bfloat16
     torch.testing.assert_close(after, before + 1, rtol=0, atol=0)
 
 
@@ -106,13 +111,14 @@ def test_options_and_mappings_read_modules_that_nothing_recognises():
     tensors = {role: f"{role.lower()}.weight" for role in "QKVO"}
     mapping = parse_mapping({"tensors": tensors, "layout": "linear", "heads": 3}, "a mapping")
     (layer,) = open_model(model, mapping).layers()
+    assert layer.W_K is not None
     torch.testing.assert_close(layer.W_K[1], model.k.weight[4:8].T, rtol=0, atol=0)
     with pytest.raises(CallError, match="a mapping says family, prefix and heads itself"):
         open_model(model, mapping, heads=3)
     anonymous = llama()
     anonymous.config = None
     found = next(open_model(anonymous, family="llama", heads=4).layers())
-    assert torch.equal(found.W_K, next(open_model(llama()).layers()).W_K)
+    torch.testing.assert_close(found.W_K, next(open_model(llama()).layers()).W_K, rtol=0, atol=0)
 
 
 def test_a_small_config_of_the_model_s_own_tells_its_heads():
@@ -160,15 +166,18 @@ def ordinary(module) -> Any:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("widths", [{}, {"kdim": 20, "vdim": 20}], ids=["joined", "separate"])
+@pytest.mark.parametrize(
+    "widths", [{}, {"kdim": 20, "vdim": 20}, {"kdim": 20, "vdim": 28}], ids=["joined", "separate", "all different"]
+)
 def test_multihead_attention_gives_what_torch_computes(bias, widths):
     module = ordinary(nn.MultiheadAttention(24, 3, bias=bias, batch_first=True, **widths))
     (layer,) = open_model(module).layers()
     assert layer.heads == 3
     query = torch.randn(1, LENGTH, 24, dtype=torch.float64)
-    source = torch.randn(1, LENGTH, 20, dtype=torch.float64) if widths else query
-    output, pattern = module(query, source, source, average_attn_weights=False)
-    attended = attend(layer, query[0], source[0])
+    read = {width: torch.randn(1, LENGTH, width, dtype=torch.float64) for width in widths.values()} | {24: query}
+    keys, values = read[module.kdim], read[module.vdim]
+    output, pattern = module(query, keys, values, average_attn_weights=False)
+    attended = attend(layer, query[0], keys[0], values=values[0])
     torch.testing.assert_close(attended.pattern, pattern[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(attended.output, output[0], rtol=1e-12, atol=1e-12)
     assert layer.facts.unknown >= {"causal", "positions", "norm"}
@@ -205,7 +214,8 @@ def test_encoder_and_decoder_of_torch_are_stacks_of_their_own():
     assert set(layers) == {(stack, number) for stack in stacks for number in (0, 1)}
     cross, block = layers["decoder.layers.multihead_attn", 1], model["decoder"].layers[1]
     assert cross.facts.cross
-    assert torch.equal(cross.norm.gain, block.norm2.weight.detach())
+    assert cross.norm is not None
+    torch.testing.assert_close(cross.norm.gain, block.norm2.weight.detach(), rtol=0, atol=0)
     x, memory = torch.randn(2, 1, LENGTH, 24, dtype=torch.float64)
     output, _ = block.multihead_attn(block.norm2(x), memory, memory)
     torch.testing.assert_close(attend(cross, x[0], memory[0]).output, output[0], rtol=1e-12, atol=1e-12)

@@ -410,7 +410,11 @@ def test_attention_is_the_model_s_own(name, tmp_path):
         assert_same(weights, family, model, seen[weights.layer])
 
 
-@pytest.mark.parametrize(("name", "older"), [("falcon-7b", "RefinedWebModel"), ("falcon-40b", "RefinedWeb")])
+#: What model_type was before transformers had the model.
+OLDER_NAMES = [("falcon-7b", "RefinedWebModel"), ("falcon-40b", "RefinedWeb")]
+
+
+@pytest.mark.parametrize(("name", "older"), OLDER_NAMES)
 def test_falcon_has_had_other_names(name, older, tmp_path):
     config = CONFIGS[name]
     saved(config, tmp_path)
