@@ -46,7 +46,7 @@ class State:
 
     def attention_weights(self, run: int) -> AttentionWeights:
         """Return the weights of one run as a layer's attention weights."""
-        return AttentionWeights(0, **{name: weight[run] for name, weight in self.weights.items()})
+        return AttentionWeights.of(0, {name: weight[run] for name, weight in self.weights.items()})
 
 
 def train(

@@ -168,7 +168,8 @@ def test_the_summary_is_the_mean_area_with_an_interval_over_examples():
     found = faithfulness(model, examples, rows, EVERYTHING, draws=3)
     summary = found.summary(Bootstrap(resamples=2000))
     assert len(summary) == 3 * 2
-    for (method, order, measure), one in summary.set_index(["method", "order", "measure"]).iterrows():
+    for _, one in summary.iterrows():
+        method, order, measure = one["method"], one["order"], one["measure"]
         areas = of(found.table, method=method, order=order).groupby("example")[measure].mean()
         assert one["value"] == pytest.approx(areas.mean(), abs=1e-12)
         assert one["examples"] == 60

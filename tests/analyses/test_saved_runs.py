@@ -10,8 +10,9 @@ from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
 from qkov.analyses.dynamics.starts import aligned_start
 from qkov.analyses.dynamics.step_sizes import RelativeStep
 from qkov.analyses.dynamics.training import train
-from qkov.circuits.checkpoints import find_checkpoints, open_checkpoint
+from qkov.circuits.checkpoints import find_checkpoints
 from qkov.circuits.factored import Circuit
+from qkov.circuits.reading import open_checkpoint
 
 SETTING = Setting(M=3, b=2, m=1, n=2)
 
@@ -41,7 +42,7 @@ def test_runs_are_saved_at_their_steps_and_losses_with_what_a_reader_needs(tmp_p
         assert set(losses.values()) <= set(steps)
         assert list(losses) == [0.5, 0.05]
         assert steps[-1] == losses[0.05]
-        last = open_checkpoint(checkpoints[-1].path)
+        last = open_checkpoint(checkpoints[-1].address)
         assert abs(last.scalars["loss"] / 0.05 - 1) < 1e-3
         (weights,) = last.layers()
         assert weights.W_Q is not None
