@@ -1,12 +1,12 @@
 """The command `qkov explain`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from ..circuits.errors import QkovError
-from .explain_settings import TypedSettings, task_options
+from .explain_settings import TypedSettings, one_of, task_options
 from .options import Json, command_as_typed, print_json
 
 
@@ -48,7 +48,7 @@ def explain(
     target: Annotated[str, typer.Option(help="Whose probability is explained: predicted, or label.")] = "predicted",
     draws: Annotated[int, typer.Option(min=1, help="Random rankings of each example.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of examples, random rankings and intervals.")] = 0,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that go through the model at once.")] = 4096,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that go through the model at once.")] = 2048,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the tables and the report; qkov-MODEL-TASK if not given.")
     ] = None,
@@ -60,13 +60,14 @@ def explain(
 
     from ..analyses.attention.explanation import explain as explain_task
     from ..analyses.attention.explanation_files import write_explanation
-    from ..analyses.attention.loading import load_model
+    from ..analyses.attention.loading import KINDS, load_model
     from ..analyses.attention.task_fitting import fit_task
     from ..analyses.attention.tokenisers import load_tokeniser
     from ..analyses.tasks.loading import load_task
     from .explain_report import explain_summary, write_explain_report
     from .progress import WorkProgress
 
+    chosen = None if kind is None else cast(Any, one_of("kind", kind, KINDS))
     out = _default_folder(model, task) if out is None else out
     options = task_options(option or [])
     _silence_transformers()
@@ -77,7 +78,7 @@ def explain(
             tokeniser = tokeniser or load_tokeniser(model)
             options |= _vocabulary(tokeniser)
         examples = load_task(task, data, split, limit or None, seed, **options)
-        given = load_model(model, kind, mask_token=getattr(tokeniser, "mask_token_id", None))  # type: ignore[arg-type]
+        given = load_model(model, chosen, mask_token=getattr(tokeniser, "mask_token_id", None))
         tokeniser = tokeniser or _beside(model, examples)
         fitted = fit_task(examples, given, tokeniser)
         settings = typed.settings(task, residual_stream=given.residual_stream)

@@ -11,8 +11,9 @@ from ..analyses.attention.explanation import Explanation
 from ..analyses.attention.relevance_figures import READINGS
 from .conventions import conventions
 from .faithfulness_sections import curve_panels, method_section
+from .interval_cells import share
 from .marked_text import marked_text, most_attended
-from .page import number, write_page
+from .page import write_page
 from .relevance_sections import dtap_panels, heads_section, relevant_attention
 
 #: How many examples are shown of each kind.
@@ -125,22 +126,22 @@ def _examples(explanation: Explanation) -> list[dict[str, Any]]:
 
 def _example(row: pd.Series, tokens: pd.DataFrame, main: str) -> dict[str, Any]:
     pieces = marked_text(row["text"], tokens, main)
-    known = not pd.isna(row["correct"])
+    known, known_attention = not pd.isna(row["correct"]), not np.isnan(row["attention"])
     return {
         "id": row["id"] or f"example {row['example']}",
         "group": row["group"],
         "pieces": pieces,
         "most": [
-            {"text": piece.text.strip() or piece.text, "weight": number(piece.weight, 2)}
-            for piece in most_attended(pieces)
+            {"text": piece.text.strip() or piece.text, "weight": share(weight)}
+            for piece, weight in most_attended(pieces)
         ],
-        "attention": None if np.isnan(row["attention"]) else number(row["attention"], 3),
-        "chance": None if np.isnan(row["chance"]) else number(row["chance"], 3),
+        "attention": share(row["attention"]) if known_attention else None,
+        "chance": share(row["chance"]) if known_attention else None,
         "right": row["right_answer"] if known else None,
         "answer": row["answer"],
         "correct": bool(row["correct"]) if known else None,
-        "right_probability": None if np.isnan(row["right"]) else number(row["right"], 3),
-        "probability": number(row["probability"], 3),
+        "right_probability": share(row["right"]),
+        "probability": share(row["probability"]),
         "cut": int(row["cut"]),
     }
 

@@ -45,9 +45,9 @@ class TypedSettings:
         residual = default if self.residual is None else self.residual
         return ExplanationSettings(
             methods=QUICK_METHODS if self.methods is None else _methods(self.methods),
-            rollout=Rollout(residual=residual, heads=cast(Any, _one_of("fusion", self.fusion, ("mean", "max", "min")))),
+            rollout=Rollout(residual=residual, heads=cast(Any, one_of("fusion", self.fusion, ("mean", "max", "min")))),
             perturbation=self._perturbation(),
-            target=cast(Any, _one_of("target", self.target, ("predicted", "label"))),
+            target=cast(Any, one_of("target", self.target, ("predicted", "label"))),
             draws=self.draws,
             seed=self.seed,
             batch_tokens=self.batch_tokens,
@@ -57,11 +57,9 @@ class TypedSettings:
     def _perturbation(self) -> Any:
         from ..analyses.attention.perturbation import ERASER, PAPER
 
-        chosen = {"right": ERASER, "paper": PAPER}[_one_of("convention", self.convention, ("right", "paper"))]
+        chosen = {"right": ERASER, "paper": PAPER}[one_of("convention", self.convention, ("right", "paper"))]
         cuts = chosen.cuts if self.cuts is None else _cuts(self.cuts)
-        return replace(
-            chosen, cuts=cuts, removal=cast(Any, REMOVALS[_one_of("removal", self.removal, tuple(REMOVALS))])
-        )
+        return replace(chosen, cuts=cuts, removal=cast(Any, REMOVALS[one_of("removal", self.removal, tuple(REMOVALS))]))
 
 
 def task_options(given: list[str]) -> dict[str, Any]:
@@ -111,7 +109,12 @@ def _paper_reading(task: str, residual: float) -> Any:
     return replace(readings[task], residual=residual)
 
 
-def _one_of(option: str, typed: str, known: tuple[str, ...]) -> str:
+def one_of(option: str, typed: str, known: tuple[str, ...]) -> str:
+    """Return what was typed, if it is among what is known.
+
+    Raises:
+        CallError: it is not.
+    """
     if typed not in known:
         raise CallError(f"--{option} should be one of {', '.join(known)}; got {typed!r}")
     return typed

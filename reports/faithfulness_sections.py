@@ -98,9 +98,10 @@ def curve_panels(explanation: Explanation) -> list[dict[str, Any]]:
     if (RANDOM, "given") in of:
         first.append(_Line(f"random, mean of {settings['draws']} draws and their range", 4, of[RANDOM, "given"]))
     others = [method for method in settings["methods"] if method not in (RANDOM, main)]
+    panels = -(-len(others) // _LINES)
     groups = [first] + [
-        [_Line(method, style, of[method, "given"]) for style, method in enumerate(others[start : start + _LINES])]
-        for start in range(0, len(others), _LINES)
+        [_Line(method, style, of[method, "given"]) for style, method in enumerate(some)]
+        for some in (others[place::panels] for place in range(panels))
     ]
     return [
         {

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+#: Of weights that are printed.
+_LEAST = 0.0005
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -46,10 +49,10 @@ def marked_text(text: str, tokens: pd.DataFrame, method: str) -> list[Piece]:
     ]
 
 
-def most_attended(pieces: list[Piece], count: int = 3) -> list[Piece]:
-    """Return the pieces with the highest weights, which are above 0, highest first."""
-    weighted = [piece for piece in pieces if piece.weight is not None and piece.weight > 0]
-    return sorted(weighted, key=lambda piece: -(piece.weight or 0.0))[:count]
+def most_attended(pieces: list[Piece], count: int = 3) -> list[tuple[Piece, float]]:
+    """Return the pieces with the highest weights, highest first; none that is printed as 0."""
+    weighted = [(piece, piece.weight) for piece in pieces if piece.weight is not None and piece.weight >= _LEAST]
+    return sorted(weighted, key=lambda pair: -pair[1])[:count]
 
 
 def _of_tokens(tokens: pd.DataFrame, method: str) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
     table, main = explanation.relevance, explanation.description["settings"]["main"]
     if table.empty:
         return None
-    shown = table[table["method"].isin([*MEASURES, main])]
+    shown = table[table["method"].isin(MEASURES)]
     figures = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["figure"])]
     rows = [
         {"method": method, "tokens": tokens, "cells": [cell_of(only_row(of_one, figure=name)) for name in figures]}
@@ -64,6 +64,10 @@ def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
         f"tokens, {relevant} (95 % interval {percent(row['low'], 3)} to {percent(row['high'], 3)}, {row['examples']} "
         f"examples); uniform attention over the same tokens would put {percent(row['chance'], 3)} there."
     ]
+    tokens = explanation.tokens
+    first = float(tokens[tokens["position"] == 0][settings["main"]].mean())
+    if first > 0.5:
+        sentences.append(f"The first token of a sequence alone gets {percent(first, 3)} on average.")
     elsewhere = table[
         (table["figure"] == "MRTA") & (table["tokens"] == ELSEWHERE) & (table["method"] == settings["main"])
     ]

@@ -7,6 +7,7 @@ from .attribution import METHODS
 from .faithfulness import RANDOM
 from .gradient_rollout import Target
 from .intervals import Bootstrap
+from .measures import MEASURES
 from .paper_convention import Convention
 from .paper_readout import PaperReading
 from .perturbation import ERASER, Perturbation
@@ -33,7 +34,7 @@ class ExplanationSettings:
     """How attention is read, what it is compared with, and how tokens are removed.
 
     Attributes:
-        methods: names in `METHODS`. The first is the one whose attention is looked at closely, and is one of attention.
+        methods: names in `METHODS`. The first is looked at closely, and is a measure of attention.
         rollout: how maps are fused and rolled out.
         perturbation: how tokens are removed for comprehensiveness and sufficiency.
         target: whose probability is explained: of what the model predicts, or of the example's label.
@@ -48,7 +49,8 @@ class ExplanationSettings:
             perturbation is of the same one.
 
     Raises:
-        CallError: a method is unknown or named twice, the first is random, or the conventions differ.
+        CallError: a method is unknown or named twice, the first is no measure of attention, or the
+            conventions differ.
     """
 
     methods: tuple[str, ...] = QUICK_METHODS
@@ -60,7 +62,7 @@ class ExplanationSettings:
     steps: int = 64
     resamples: int = 1999
     seed: int = 0
-    batch_tokens: int = 4096
+    batch_tokens: int = 2048
     paper_reading: PaperReading | None = None
 
     def __post_init__(self) -> None:
@@ -70,8 +72,13 @@ class ExplanationSettings:
             raise CallError(f"there is no method {', '.join(map(repr, unknown))}; known are {', '.join(METHODS)}")
         if len(set(self.methods)) < len(self.methods):
             raise CallError(f"a method is named twice in {', '.join(self.methods)}")
-        if not self.methods or self.methods[0] == RANDOM:
-            raise CallError("the first method is the one that is looked at closely; expected one that is not random")
+        if not self.methods or self.methods[0] not in MEASURES:
+            raise CallError(
+                f"the first method is the one that is looked at closely; expected a measure of attention, one of "
+                f"{', '.join(MEASURES)}"
+            )
+        if RANDOM in self.methods and self.draws < 1:
+            raise CallError(f"draws should be 1 or more for {RANDOM} rankings, got {self.draws}")
         if self.convention != self.perturbation.convention:
             raise CallError(
                 f"attention is read in the {self.convention} convention and tokens are removed in the "
