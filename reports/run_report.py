@@ -40,7 +40,8 @@ def write_run_report(stores: list[RunStore], path: Path, command: str) -> Path:
     labels = _labels(stores)
     descriptions = {label: store.description() for label, store in zip(labels, stores, strict=True)}
     tables = {label: store.table() for label, store in zip(labels, stores, strict=True)}
-    groups = _groups(tables)
+    over = _axis(tables)
+    groups = _groups(tables, over)
     log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
     style = {group.label: position for position, group in enumerate(groups)}
     sections = []
@@ -49,14 +50,14 @@ def write_run_report(stores: list[RunStore], path: Path, command: str) -> Path:
             drawn
             for figure in figures
             for circuit in figure.circuits
-            if (drawn := _panel(figure, circuit, groups, style, log_steps)) is not None
+            if (drawn := _panel(figure, circuit, groups, style, over, log_steps and over == "step")) is not None
         ]
         if panels:
             sections.append({"title": title, "caption": caption, "panels": panels})
     return write_page(
         path,
         "run.html.j2",
-        title="Circuits over training" if len(stores) == 1 else "Circuits of several runs",
+        title=_title(len(stores), over),
         subtitle=", ".join(tables),
         command=command,
         runs=[run_facts(label, tables[label], descriptions[label]) for label in tables],
@@ -85,15 +86,26 @@ def _labels(stores: list[RunStore]) -> list[str]:
     raise CallError("the same run store was given twice")
 
 
-def _groups(tables: dict[str, pd.DataFrame]) -> list[_Group]:
+def _title(stores: int, over: str) -> str:
+    if over == "layer":
+        return "Circuits of a model" if stores == 1 else "Circuits of several models"
+    return "Circuits over training" if stores == 1 else "Circuits of several runs"
+
+
+def _axis(tables: dict[str, pd.DataFrame]) -> str:
+    """What figures are drawn over: training, or the depth of models of which there is one checkpoint each."""
+    single = all(table["step"].nunique() == 1 for table in tables.values())
+    return "layer" if single and any(table["layer"].nunique() > 1 for table in tables.values()) else "step"
+
+
+def _groups(tables: dict[str, pd.DataFrame], over: str) -> list[_Group]:
     if len(tables) > 1:
         return [_Group(label, table) for label, table in tables.items()]
     (table,) = tables.values()
-    heads = list(table.groupby(["stack", "layer", "head"]))
-    if len(heads) <= _LINES:
+    heads, layers = list(table.groupby(["stack", "layer", "head"])), list(table.groupby(["stack", "layer"]))
+    if over == "step" and len(heads) <= _LINES:
         return [_Group(f"{layer_name(str(stack), layer)}, head {head}", rows) for (stack, layer, head), rows in heads]
-    layers = list(table.groupby(["stack", "layer"]))
-    if len(layers) <= _LINES:
+    if over == "step" and len(layers) <= _LINES:
         return [_Group(layer_name(str(stack), layer), rows) for (stack, layer), rows in layers]
     stacks = list(table.groupby("stack"))
     if len(stacks) > 1:
@@ -106,13 +118,15 @@ def _spaced_logarithmically(steps: pd.Series) -> bool:
     return len(distinct) > 3 and float(np.median(distinct)) < 0.2 * float(distinct[-1])
 
 
-def _panel(figure: Figure, circuit: str, groups: list[_Group], style: dict[str, int], log_steps: bool) -> Any:
+def _panel(
+    figure: Figure, circuit: str, groups: list[_Group], style: dict[str, int], over: str, log_steps: bool
+) -> Any:
     series = []
     for group in groups:
         rows = group.rows[group.rows["circuit"] == circuit]
         if figure.column not in rows or rows[figure.column].isna().all():
             continue
-        quartiles = rows.groupby("step")[figure.column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
+        quartiles = rows.groupby(over)[figure.column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
         band = (quartiles[0.25].to_numpy(), quartiles[0.75].to_numpy()) if heads_in(rows) > 1 else None
         series.append(Series(quartiles.index, quartiles[0.5].to_numpy(), style[group.label], band=band))
     if not series:
@@ -126,12 +140,13 @@ def _panel(figure: Figure, circuit: str, groups: list[_Group], style: dict[str, 
     return draw(
         Panel(
             title=title,
-            description=f"{figure.column.replace('_', ' ')} of W_{circuit} against the step of training",
-            x_label="step",
+            description=f"{figure.column.replace('_', ' ')} of W_{circuit} against the {over}",
+            x_label=over,
             y_label="",
             series=series,
             x_log=log_steps,
             y_log=log,
+            x_integer=over == "layer",
             y_limits=figure.limits,
         )
     )

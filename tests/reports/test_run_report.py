@@ -165,10 +165,21 @@ def test_what_kind_of_attention_it_is_is_said(tmp_path, drawn):
     assert "Left out: checkpoint-9: holds no weights (yet)." in page
     assert f"<dt>recognised</dt><dd>{store.description()['recognised']}</dd>" in html.unescape(page)
     panel = titled(drawn, "relative to offset 0")
-    rows = store.table().query("circuit == 'QK' and layer == 1")
+    rows = store.table().query("circuit == 'QK'")
     expected = np.median([row[1:] / row[0] for row in rows["frobenius_norm_at_offsets"]], axis=0)
-    np.testing.assert_allclose(panel.series[1].y, expected)
-    assert list(panel.series[1].x) == [2**power for power in range(11)]
+    np.testing.assert_allclose(panel.series[0].y, expected)
+    assert list(panel.series[0].x) == [2**power for power in range(11)]
+
+
+def test_one_checkpoint_is_drawn_over_its_layers(tmp_path, drawn):
+    store = track(qwen3_folder(tmp_path / "model"), tmp_path / "store").store
+    assert "<h1>Circuits of a model</h1>" in write_run_report([store], tmp_path / "a.html", "qkov").read_text()
+    panel = titled(drawn, "{OV}", "Frobenius")
+    (line,) = panel.series
+    rows = store.table().query("circuit == 'OV'")
+    assert panel.x_label == "layer"
+    assert list(line.x) == [0, 1]
+    np.testing.assert_allclose(line.y, [rows[rows["layer"] == layer]["frobenius_norm"].median() for layer in (0, 1)])
 
 
 def test_the_strongest_compositions_stand_beside_chance(tmp_path):
