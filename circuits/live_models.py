@@ -12,8 +12,10 @@ from .errors import CallError, QkovError
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .live_weights import LiveWeights
 from .mapping import Mapping
+from .plain_weights import demand_no_adapters
 from .reading import OpenCheckpoint
 from .recognition import Recognised, recognise
+from .wrapped_names import unwrapped
 
 _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
@@ -59,15 +61,14 @@ def open_model(
         raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
     address = f"the model {type(model).__name__}"
     tensors, config = model.state_dict(), _config_of(model, address)
-    if any(".lora_" in name for name in tensors):
-        raise QkovError(f"{address} carries LoRA adapters beside its weights: merge them first (merge_and_unload)")
+    demand_no_adapters(tensors, address)
     if mapping is not None:
         return OpenCheckpoint(LiveWeights(tensors, address), Recognised(f"by {mapping.origin}", (mapping,)))
     if not given and (config is None or "model_type" not in config) and has_attention_modules(model):
         found = mappings_of(model)
         how = "by its torch.nn.MultiheadAttention modules"
         return OpenCheckpoint(LiveWeights(tensors | found.biases, address), Recognised(how, found.mappings))
-    file = LiveWeights(tensors, address, config)
+    file = unwrapped(LiveWeights(tensors, address, config))
     return OpenCheckpoint(file, recognise(file, family, heads, prefix))
 
 

@@ -13,6 +13,7 @@ from .errors import CallError, QkovError
 from .layouts import arrange_layer, count_heads
 from .mapping import Mapping, Names
 from .norms import Basis, Norm, is_centred
+from .plain_weights import demand_no_adapters, demand_unscaled
 from .recognition import Recognised, recognise
 from .rotary import Rotary
 from .saved_format import is_own, own_mapping, own_scalars
@@ -34,7 +35,7 @@ class OpenCheckpoint:
         """Find the layers.
 
         Raises:
-            QkovError: the file does not hold the tensors that a mapping names.
+            QkovError: the file does not hold the tensors that a mapping names, or holds them quantised.
         """
         self.file = file
         self.recognised = recognised.how
@@ -45,6 +46,8 @@ class OpenCheckpoint:
             for mapping in recognised.stacks
             for layer, names in mapping.layers(file.shapes).items()
         ]
+        wanted = [name for *_, names in self._names for of_role in names.values() for name in of_role]
+        demand_unscaled(wanted, file.shapes, file.address)
 
     @property
     def layer_keys(self) -> list[tuple[str, int]]:
@@ -107,6 +110,7 @@ class ReadingOptions:
             QkovError: the file cannot be read, or its names are not recognised.
         """
         file = open_weights(address, self.trust_pickle)
+        demand_no_adapters(file.shapes, file.address)
         if self.mapping is not None:
             if self.family is not None or self.prefix is not None or self.heads is not None:
                 raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
@@ -165,7 +169,10 @@ def _layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> Atte
     tensors = _read(file, names)
     shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
     counts = count_heads(shapes, mapping.layouts, mapping.heads)
-    weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, mapping.origin)
+    # Heads that do not divide the width have to be in the message.
+    told = mapping.heads is not None and counts is None
+    origin = f"{mapping.origin} with {mapping.heads} heads" if told else mapping.origin
+    weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, origin)
     d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
     norms: dict[str, Any] = {
         f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)

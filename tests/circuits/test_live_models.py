@@ -82,6 +82,12 @@ def test_what_is_read_after_a_step_is_what_the_step_left():
     torch.testing.assert_close(after, before + 1, rtol=0, atol=0)
 
 
+def layers_compiled(model):
+    for at, layer in enumerate(model.model.layers):
+        model.model.layers[at] = torch.compile(layer, backend="eager")
+    return model
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -89,12 +95,13 @@ def test_what_is_read_after_a_step_is_what_the_step_left():
         lambda model: nn.ModuleDict({"encoder": model, "head": nn.Linear(48, 2)}),
         lambda model: torch.compile(model, backend="eager"),
         lambda model: model.model,
+        layers_compiled,
     ],
-    ids=["parallel", "part of another", "compiled", "without its head"],
+    ids=["parallel", "part of another", "compiled", "without its head", "its layers compiled"],
 )
 def test_a_model_inside_another_is_found_with_its_config(wrap):
-    model = llama()
-    assert_equal_layers(open_model(wrap(model)).layers(), open_model(model).layers())
+    expected = list(open_model(llama()).layers())
+    assert_equal_layers(open_model(wrap(llama())).layers(), expected)
 
 
 def test_two_models_with_configs_of_their_own_are_not_mixed():
