@@ -24,7 +24,7 @@ def like_llama(name: str, model: str, config: str | None = None, **changes: Any)
 
 def like_gpt2(name: str, config: str, **changes: Any) -> Family:
     sizes = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 50}
-    model = config.replace("Config", "LMHeadModel" if config == "GPT2Config" else "ForCausalLM")
+    model = config.replace("Config", "LMHeadModel" if config in ("GPT2Config", "OpenAIGPTConfig") else "ForCausalLM")
     return Family(name, lambda: getattr(transformers, config)(**(sizes | changes)), model, **_H)
 
 
@@ -111,6 +111,7 @@ FAMILIES = [
         scale_attn_weights=False,
         scale_attn_by_inverse_layer_idx=True,
     ),
+    like_gpt2("openai-gpt", "OpenAIGPTConfig"),
     like_gpt2("gpt_bigcode multi-query", "GPTBigCodeConfig"),
     like_gpt2("gpt_bigcode", "GPTBigCodeConfig", multi_query=False),
     Family("gpt_neo", gpt_neo, "GPTNeoForCausalLM", "transformer.h.{layer}", "transformer.h.{layer}.attn.attention"),

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from qkov.circuits.architectures import architectures, unsupported
 from qkov.circuits.config_holes import cases, filled
 from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits.live_weights import LiveWeights
 from qkov.circuits.reading import open_checkpoint
+from qkov.circuits.recognition import recognise
 from qkov.circuits.stated_facts import FACTS, StatedFacts
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -58,6 +61,38 @@ def assert_true_or_unknown(told, guessed):
 
 def _same(one, other):
     return one is other if one is None or other is None else torch.equal(one, other)
+
+
+def _of_same_names(name, **changes):
+    with torch.device("meta"):
+        return getattr(transformers, name.replace("Config", "Model"))(getattr(transformers, name)(**changes))
+
+
+_TWO = {"num_hidden_layers": 2, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("model", "unknown"),
+    [
+        (lambda: _of_same_names("ImageGPTConfig", n_layer=2), {"norm"}),
+        (lambda: _of_same_names("RoFormerConfig", **_TWO), {"rotary", "positions"}),
+        (lambda: _of_same_names("SpeechT5Config", decoder_layers=2, encoder_layers=2), {"norm", "causal"}),
+        (lambda: _of_same_names("MegatronBertConfig", **_TWO), None),
+        (lambda: _of_same_names("RobertaPreLayerNormConfig", **_TWO), None),
+        (lambda: _of_same_names("XLMRobertaXLConfig", **_TWO), None),
+        (lambda: _of_same_names("Lfm2Config"), None),
+        (lambda: _of_same_names("SamConfig"), None),
+    ],
+    ids=["imagegpt", "roformer", "speecht5", "megatron-bert", "prelayernorm", "xlm-roberta-xl", "lfm2", "sam"],
+)
+def test_a_family_does_not_claim_the_norm_of_others_that_have_its_names(model, unknown):
+    file = LiveWeights(model().state_dict(), "the file")
+    if unknown is None:
+        with pytest.raises(QkovError, match="are not recognised"):
+            recognise(file, heads=4)
+        return
+    (mapping,) = recognise(file, heads=4).stacks
+    assert unknown <= mapping.facts.unknown
 
 
 #: Models whose code lies beside their weights; transformers does not know them.

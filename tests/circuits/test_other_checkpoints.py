@@ -107,7 +107,7 @@ def test_gpt2_s_own_layout_is_another(tmp_path):
     transposed = {name: tensor.T.contiguous() if tensor.ndim == 2 else tensor for name, tensor in state.items()}
     torch.save(transposed, tmp_path / "gpt2.pt")
     checkpoint = open_checkpoint(tmp_path / "gpt2.pt", heads=HEADS)
-    assert checkpoint.recognised == "as GPT-2 by its tensor names"
+    assert checkpoint.recognised == "as GPT, GPT-2 by its tensor names"
     (weights,) = checkpoint.layers()
     torch.save(state, tmp_path / "nano.pt")
     (other,) = open_checkpoint(tmp_path / "nano.pt", heads=HEADS).layers()
