@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from collections.abc import Mapping as Dictionary
 from typing import Any
 
+from .errors import CallError
 from .mapping import named
 from .stated_facts import FACTS, UNKNOWN
 
@@ -72,8 +73,10 @@ def _chosen(layers: dict[str, Any], config: Config | None, numbers: frozenset[in
         return numbers & frozenset(layers["only"])
     if "every" in layers:
         period = _fill(layers["every"], config)
-        if not isinstance(period, int):
+        if period is UNKNOWN or period is None:
             return frozenset()
+        if not isinstance(period, int) or period < 1:
+            raise CallError(f"it says {period!r} where a number of layers is expected")
         at = {each % period for each in layers.get("at", layers.get("except", ()))}
         return frozenset(number for number in numbers if (number % period in at) == ("at" in layers))
     first = _fill(layers.get("from"), config)
@@ -84,6 +87,8 @@ def _written_out(kinds: list[Any]) -> list[Any]:
     """[[["global", "local"], 6]], as GPT-Neo says it, layer by layer."""
     if not all(isinstance(entry, list) and len(entry) == 2 for entry in kinds):
         return kinds
+    if not all(isinstance(several, list) and isinstance(times, int) for several, times in kinds):
+        raise CallError(f"it says {kinds} where kinds of layers and how often they come are expected")
     return [kind for several, times in kinds for _ in range(times) for kind in several]
 
 
@@ -135,6 +140,9 @@ def _fill(value: Any, config: Config | None) -> Any:
 
 def _computed(found: Any, hole: dict[str, Any], config: Config) -> Any:
     """What a hole makes of the config's number: found^power / divided_by + plus."""
+    made = {"power", "divided_by", "plus"} & set(hole)
+    if made and (not isinstance(found, (int, float)) or ("power" in hole and found <= 0)):
+        raise CallError(f"it says {hole['config']} = {found!r}, where a number above 0 is expected")
     if "power" in hole:
         found = found ** hole["power"]
     if "divided_by" in hole:

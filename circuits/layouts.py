@@ -53,6 +53,12 @@ def joins_heads(layout: str) -> bool:
     return any("head" in group and len(group) > 1 for group in _groups(layout))
 
 
+def width_of_model(shape: tuple[int, ...], layout: str) -> int | None:
+    """Return d_model as a weight's shape shows it; None where the shape does not fit the layout."""
+    sizes = dict(zip(map(tuple, _groups(layout)), shape, strict=False))
+    return sizes.get(("d_model",))
+
+
 def count_heads(
     shapes: Dictionary[str, tuple[int, ...]], layouts: Dictionary[str, str], heads: int | None
 ) -> HeadCounts | None:

@@ -11,10 +11,13 @@ from .architectures import Architecture, architectures, skipped, unsupported
 from .attention_weights import AttentionWeights
 from .config_holes import Config, cases, filled, look_up
 from .errors import CallError, QkovError
-from .layouts import LAYOUTS, TARGETS, arrange_layer, axes, count_heads, joins_heads
+from .layouts import LAYOUTS, TARGETS, arrange_layer, axes, count_heads, joins_heads, width_of_model
 from .mapping import Mapping, Names, named, parse_mapping, seen
 from .stated_facts import UNKNOWN
 from .tensor_files import TensorFile
+
+#: What configs call the width of the residual stream.
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,12 @@ def recognise(
     """Return the mappings of a checkpoint's stacks: by the family asked for, the config's model_type, or the names.
 
     Raises:
-        CallError: there is no such family.
+        CallError: there is no such family, or no such number of heads.
         QkovError: nothing fits, several do, the attention is of a kind that has no such circuits, or a number is
             missing; the message says what to do.
     """
+    if heads is not None and heads < 1:
+        raise CallError(f"heads should be at least 1, got {heads}")
     names, config = set(file.shapes), file.config
     model_type = None if config is None else config.get("model_type")
     if family is not None:
@@ -52,7 +57,12 @@ def recognise(
         config = config if told and all(look_up(config, key) is not None for key in told) else None
         how += "" if config is None else f", with the numbers of {file.config_origin}"
     untold = found.needs_config if config is None and family is None else ()
-    stacks = tuple(_mappings(found, names, config, untold, heads, prefix))
+    try:
+        stacks = tuple(_mappings(found, file, config, untold, heads, prefix))
+    except CallError as error:
+        if config is None:
+            raise
+        raise QkovError(f"{file.config_origin} of {file.address} cannot be used: {error}") from error
     _demand_distinct(stacks, file)
     if not stacks:
         wanted = ", ".join(_weights(stack)[role] for stack in found.stacks for role in _weights(stack))
@@ -143,7 +153,7 @@ def _shapes_fit(mapping: Mapping, file: TensorFile, stack: dict[str, Any]) -> bo
     names = next(iter(mapping.layers(file.shapes).values()))
     shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items()}
     sizes = {size for role, shape in shapes.items() for size in shape if role in TARGETS}
-    divisors = (heads for heads in range(1, max(sizes) + 1) if any(size % heads == 0 for size in sizes))
+    divisors = (heads for heads in range(1, max(sizes, default=0) + 1) if any(size % heads == 0 for size in sizes))
     beside = {
         layout: file.shapes[found.group()]
         for template, layout in stack.get("beside", {}).items()
@@ -181,13 +191,13 @@ def _fit(
 
 def _mappings(
     architecture: Architecture,
-    names: set[str],
+    file: TensorFile,
     config: Config | None,
     untold: tuple[str, ...],
     heads: int | None,
     prefix: str | None,
 ) -> Iterable[Mapping]:
-    whole = config
+    whole, names = config, set(file.shapes)
     for stack in architecture.stacks:
         config = _part_of(whole, stack)
         table = filled(stack, config, names) | dict.fromkeys(untold, UNKNOWN)
@@ -207,8 +217,26 @@ def _mappings(
                 f"this is {architecture.title}, and nothing tells its number of heads: give --heads, "
                 f"or put the model's config.json beside the weights"
             )
-        numbers = _placed(table, prefixes[0]).layers(names)
-        yield _placed(table, prefixes[0], cases(stack, config, names, frozenset(numbers)), architecture.title)
+        layers = _placed(table, prefixes[0], title=architecture.title).layers(names)
+        mapping = _placed(table, prefixes[0], cases(stack, config, names, frozenset(layers)), architecture.title)
+        _demand_config_of_same_model(mapping, next(iter(layers.values())), config or {}, file)
+        yield mapping
+
+
+def _demand_config_of_same_model(mapping: Mapping, names: Names, config: Config, file: TensorFile) -> None:
+    """QkovError for a config that says other numbers than a layer's shapes: its number of heads would be wrong too."""
+    shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items() if role in TARGETS}
+    counts = count_heads(shapes, mapping.layouts, mapping.heads)
+    shown = {"num_key_value_heads": None if counts is None else counts.key_value}
+    role = next((role for role in ("Q", "QKV") if role in shapes), None)
+    if role is not None:
+        shown |= dict.fromkeys(_WIDTHS, width_of_model(shapes[role], mapping.layouts[role]))
+    for key, size in shown.items():
+        if size is not None and isinstance(config.get(key), int) and config[key] != size:
+            raise QkovError(
+                f"{file.config_origin} of {file.address} says {key} = {config[key]}, and the shapes of its weights say "
+                f"{size}: they are of different models; put the weights' own config beside them"
+            )
 
 
 def _part_of(config: Config | None, stack: dict[str, Any]) -> Config | None:

@@ -45,6 +45,8 @@ def scaled_rotary(
     elif max_positions is not None:
         scaling.setdefault("original_max_position_embeddings", max_positions)
     try:
+        if not 0 < base < math.inf:
+            raise ValueError(f"its base is {base}")
         if kind in _UNSCALED:
             return Rotary.of_base(dims, base, pairing)
         if kind == "linear":
@@ -52,7 +54,7 @@ def scaled_rotary(
         if kind == "llama3":
             return _llama3(Rotary.of_base(dims, base, pairing), scaling)
         return _by_transformers(kind, d_head, dims, base, pairing, scaling, max_positions)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise QkovError(f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})") from error
 
 
@@ -76,7 +78,7 @@ def _by_transformers(
     from transformers.utils import logging
 
     if kind not in ROPE_INIT_FUNCTIONS:
-        known = ", ".join((*_UNSCALED, *ROPE_INIT_FUNCTIONS))
+        known = ", ".join(dict.fromkeys((*_UNSCALED, *ROPE_INIT_FUNCTIONS)))
         raise QkovError(f"the rotary scaling {kind!r} of the config is not known; known are {known}")
     stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
     lengths: dict[str, Any] = {} if max_positions is None else {"max_position_embeddings": max_positions}

@@ -1,5 +1,6 @@
 """Rotary positions: W_QK(offset) = W_K R(offset) W_Q', and its norm at many offsets from two Gram matrices."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -35,11 +36,13 @@ class Rotary:
     amplitude: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse dimensions that make no pairs, and frequencies that are not one a pair."""
+        """Refuse dimensions that make no pairs, and frequencies that are not one a pair or not finite."""
         if self.dims is not None and (self.dims < 2 or self.dims % 2):
             raise CallError(f"rotary dimensions come in pairs, got {self.dims}")
         if self.frequencies is not None and self.dims != 2 * len(self.frequencies):
             raise CallError(f"{self.dims} rotary dimensions need half as many frequencies, got {len(self.frequencies)}")
+        if not all(map(math.isfinite, self.frequencies or ())):
+            raise CallError(f"rotary frequencies should be finite, got {self.frequencies}")
 
     @classmethod
     def of_base(cls, dims: int, base: float = 10000.0, pairing: Pairing = "halves", factor: float = 1.0) -> "Rotary":

@@ -102,7 +102,7 @@ def _read_header(place: Place) -> tuple[dict[str, Any], int]:
         raise _damaged(place, f"its header would be of {length} bytes")
     try:
         header = json.loads(place.read_bytes(8, 8 + length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(place, "its header is no JSON") from error
     if not isinstance(header, dict):
         raise _damaged(place, "its header is no table of tensors")

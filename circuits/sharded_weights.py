@@ -104,7 +104,7 @@ def read_index(index: Place) -> dict[str, str]:
     """
     try:
         table = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise QkovError(
             f"{index.address} is no index: expected JSON with a weight_map; it is cut short; copy it again"
         ) from error

@@ -67,7 +67,7 @@ def read_config(place: Place) -> dict[str, Any]:
     else:
         try:
             table = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise QkovError(f"{place} is damaged: expected JSON ({error}); copy it again") from error
     if not isinstance(table, dict):
         raise QkovError(f"{place} is damaged: expected a table, found a {type(table).__name__}; copy it again")

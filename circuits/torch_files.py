@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import QkovError, reason
+from .live_weights import in_memory
 from .named_tensors import TensorFile
 from .places import Place
 
@@ -42,13 +43,20 @@ class TorchFile(TensorFile):
             raise QkovError(
                 f"{place} holds a {type(loaded).__name__}; expected a dictionary of tensors, such as a state dict"
             )
-        self._flatten(loaded, "")
+        try:
+            self._flatten(loaded, "")
+        except RecursionError as error:
+            raise QkovError(f"{place} holds dictionaries that hold themselves; expected a state dict") from error
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.config, self.config_origin = _config(loaded)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of those names."""
-        return {name: self._tensors[name].detach() for name in names}
+        """Return the tensors of those names; sparse ones are filled with zeros.
+
+        Raises:
+            QkovError: a tensor was saved without its values.
+        """
+        return {name: in_memory(self._tensors[name], f"{name} of {self.address}").to_dense() for name in names}
 
     def _flatten(self, nested: Dictionary[Any, Any], prefix: str) -> None:
         for key, value in nested.items():

@@ -158,7 +158,7 @@ def _adapter(folder: Place, names: list[str]) -> str | None:
         place = folder.child("adapter_config.json")
         try:
             base = json.loads(place.read_bytes()).get("base_model_name_or_path") or base
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise QkovError(f"{place} is damaged: expected the JSON of an adapter; copy it again") from error
     return (
         f"a PEFT adapter, which is no model by itself: merge it into {base} with peft's "

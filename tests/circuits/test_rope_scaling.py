@@ -142,8 +142,20 @@ def test_length_of_training_beside_the_scaling_counts():
         ({"rope_type": "llama3", "factor": 8.0}, "the rotary scaling 'llama3' of the config cannot be used"),
         ({"rope_type": "yarn"}, "the rotary scaling 'yarn' of the config cannot be used"),
         ({"rope_type": "linear", "factor": "two"}, "the rotary scaling 'linear' of the config cannot be used"),
+        ({"rope_type": "linear", "factor": 0}, "the rotary scaling 'linear' of the config cannot be used"),
+        ({"rope_type": "yarn", "factor": 0}, "the rotary scaling 'yarn' of the config cannot be used"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            "the rotary scaling 'llama3' of the config cannot be used",
+        ),
     ],
 )
 def test_scaling_that_cannot_be_used_is_named(scaling, told):
     with pytest.raises(QkovError, match=told):
         scaled_rotary(16, 16, BASE, "halves", scaling, 256)
+
+
+@pytest.mark.parametrize("base", [0.0, -5.0, math.nan, math.inf])
+def test_a_base_that_gives_no_frequencies_is_refused(base):
+    with pytest.raises(QkovError, match=r"cannot be used: .*its base is"):
+        scaled_rotary(16, 16, base, "halves", None)

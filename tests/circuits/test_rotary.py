@@ -128,6 +128,11 @@ def test_one_frequency_a_pair():
         Rotary(dims=4, frequencies=(1.0, 0.1, 0.01))
 
 
+def test_frequencies_are_finite():
+    with pytest.raises(CallError, match=r"rotary frequencies should be finite, got \(1\.0, nan\)"):
+        Rotary(dims=4, frequencies=(1.0, math.nan))
+
+
 def test_where_it_is_not_known_whether_positions_rotate_an_offset_is_refused():
     facts = AttentionFacts(unknown=frozenset({"rotary"}))
     weights = AttentionWeights(0, W_Q=draw(2, 20, 12), W_K=draw(2, 20, 12), facts=facts)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits.reading import open_checkpoint
 from qkov.circuits.tensor_files import open_weights
 from safetensors.torch import save_file
 from torch import nn
@@ -267,3 +268,40 @@ def test_what_is_read_may_be_written_to(tmp_path):
     file = open_weights(tmp_path / "a.safetensors")
     file.read(["a"])["a"].mul_(2)
     np.testing.assert_array_equal(file.read(["a"])["a"].numpy(), 1)
+
+
+def test_a_sparse_tensor_is_filled_with_zeros(tmp_path):
+    pruned = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    torch.save({"a": pruned.to_sparse()}, tmp_path / "a.pt")
+    assert torch.equal(open_weights(tmp_path / "a.pt").read(["a"])["a"], pruned)
+
+
+def test_a_tensor_that_was_saved_without_its_values(tmp_path):
+    torch.save({"a": torch.ones(2, device="meta")}, tmp_path / "a.pt")
+    with pytest.raises(QkovError, match=r"a of .*a\.pt has no values in memory \(device meta\)"):
+        open_weights(tmp_path / "a.pt").read(["a"])
+
+
+def test_dictionaries_that_hold_themselves(tmp_path):
+    saved = {"a": torch.ones(2)}
+    saved["itself"] = saved
+    torch.save(saved, tmp_path / "a.pt")
+    with pytest.raises(QkovError, match=r"a\.pt holds dictionaries that hold themselves"):
+        open_weights(tmp_path / "a.pt")
+
+
+def test_headers_that_are_nested_without_end(tmp_path):
+    deep = b"[" * 100_000
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
+    with pytest.raises(QkovError, match="its header is no JSON"):
+        open_weights(tmp_path / "a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_bytes(deep)
+    with pytest.raises(QkovError, match="is no index"):
+        open_weights(tmp_path / "model.safetensors.index.json")
+
+
+def test_tensors_of_no_dimension_under_the_names_of_a_family(tmp_path):
+    names = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+    save_file({name: torch.tensor(1.0) for name in names}, tmp_path / "a.safetensors")
+    with pytest.raises(QkovError, match="are not recognised"):
+        open_checkpoint(tmp_path / "a.safetensors", heads=1)
