@@ -110,7 +110,8 @@ def template_pattern(template: str) -> str:
     """Return the regular expression of a name with {layer} and, maybe, {inner} or {head} in it."""
     escaped = re.escape(template)
     for index in ("layer", "inner", "head"):
-        escaped = escaped.replace(rf"\{{{index}\}}", rf"(?P<{index}>\d+)")
+        hole = rf"\{{{index}\}}"
+        escaped = escaped.replace(hole, rf"(?P<{index}>\d+)", 1).replace(hole, f"(?P={index})")
     return escaped
 
 

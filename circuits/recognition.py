@@ -98,7 +98,8 @@ def _by_model_type(model_type: str, file: TensorFile) -> Architecture:
             return architecture
     fitting = _fitting(file, None)
     hint = (
-        f"its tensor names fit {', '.join(fitting)}: --family {next(iter(fitting))} reads it so"
+        f"its tensor names fit {', '.join(fitting)}: --family {next(iter(fitting))} reads it so, with the "
+        f"norm and positions of that family"
         if fitting
         else f"{seen(file.shapes)}; say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml)"
     )

@@ -79,11 +79,9 @@ class StatedFacts:
         for table in (self.table, *(case for _, case in self.cases)):
             for name, value in table.items():
                 self._check(name, value)
-
-    @property
-    def is_rotary(self) -> bool:
-        """Whether positions rotate queries and keys in some layer."""
-        return any(table.get("rotary") for table in (self.table, *(case for _, case in self.cases)))
+        for name in ("norm", "query_key_norm"):
+            if isinstance(self.table.get(name), dict) and "kind" not in self.table[name]:
+                raise CallError(f"[{name}] of {self.origin} lacks kind: one of {', '.join(_CHOICES['kind'])}")
 
     @property
     def unknown(self) -> frozenset[str]:
@@ -127,11 +125,15 @@ class StatedFacts:
         )
 
     def head_norm(self, layer: int, side: str, tensors: Dictionary[str, Tensor], d_head: int) -> HeadNorm | None:
-        """Return the norm of queries (side "query") or keys ("key"), where there is one."""
+        """Return the norm of queries (side "query") or keys ("key"), where there is one.
+
+        Raises:
+            CallError: its gain or bias is not as wide as heads are.
+        """
         table = self._of(layer).get("query_key_norm")
-        if table is None and "query_key_norm" in self.unknown:
-            table = {"kind": None}
         gain, bias = tensors.get(f"{side}_norm_gain"), tensors.get(f"{side}_norm_bias")
+        if table is None and (gain is not None or "query_key_norm" in self.unknown):
+            table = {"kind": None}
         if table is None:
             return None
         # One long gain is that of a norm over all heads; heads that have their own come as rows.
@@ -209,4 +211,8 @@ def _with_offset(gain: Tensor | None, table: Dictionary[str, Any]) -> Tensor | N
 
 def _by_head(gain: Tensor | None, d_head: int) -> Tensor | None:
     """[d_head] where all heads share it, else [head, d_head]."""
-    return gain if gain is None or gain.numel() == d_head else gain.reshape(-1, d_head)
+    if gain is None or not d_head or gain.numel() == d_head:
+        return gain
+    if gain.numel() % d_head:
+        raise CallError(f"the norm of queries or keys has {gain.numel()} numbers, and heads have {d_head} each")
+    return gain.reshape(-1, d_head)

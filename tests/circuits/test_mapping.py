@@ -1,8 +1,10 @@
 """Mappings: which layers they find, and the message of every mistake."""
 
 import pytest
+import torch
 from qkov.circuits.errors import CallError, QkovError
 from qkov.circuits.mapping import parse_mapping, read_mapping
+from qkov.circuits.reading import open_checkpoint
 
 HEADS = 3
 QK = {"Q": "q", "K": "k"}
@@ -30,6 +32,27 @@ def test_a_tensor_without_a_layer_serves_all_of_them():
     found = mapping.layers({"layers.0.q", "layers.1.q", "shared.k"})
     assert found == {layer: {"Q": (f"layers.{layer}.q",), "K": ("shared.k",)} for layer in (0, 1)}
     assert parse_mapping(table(), "a test").layers({f"{part}.weight" for part in "qkvo"}).keys() == {0}
+
+
+def test_a_layer_s_number_may_stand_twice_in_a_name():
+    tensors = {"Q": "layers.{layer}.q.{layer}", "K": "layers.{layer}.k"}
+    names = {"layers.3.q.3", "layers.3.q.4", "layers.3.k"}
+    assert parse_mapping(table(tensors=tensors), "a test").layers(names) == {
+        3: {"Q": ("layers.3.q.3",), "K": ("layers.3.k",)}
+    }
+
+
+def test_a_norm_of_queries_that_is_named_and_not_described_is_there(tmp_path):
+    widths = {"q.weight": (6, 5), "k.weight": (6, 5), "norm": (2,), "wrong": (5,)}
+    torch.save({name: torch.ones(shape) for name, shape in widths.items()}, tmp_path / "a.pt")
+    tensors = {"Q": "q.weight", "K": "k.weight", "query_norm_gain": "norm"}
+    (weights,) = open_checkpoint(tmp_path / "a.pt", parse_mapping(table(tensors=tensors), "a test")).layers()
+    assert weights.query_norm is not None
+    assert weights.query_norm.kind is None
+    assert weights.key_norm is None
+    wrong = parse_mapping(table(tensors=tensors | {"query_norm_gain": "wrong"}), "a test")
+    with pytest.raises(QkovError, match="the norm of queries or keys has 5 numbers, and heads have 2 each"):
+        next(open_checkpoint(tmp_path / "a.pt", wrong).layers())
 
 
 def test_what_a_file_lacks_is_named():
@@ -67,6 +90,8 @@ def test_what_a_file_lacks_is_named():
         ({"rotary": {"speed": 1}}, r"\[rotary\] of a test has 'speed'; known are pairing"),
         ({"rotary": 3}, "rotary of a test should be a table with pairing"),
         ({"norm": {"kind": "batch_norm"}}, "norm.kind of a test should be one of layer_norm, rms_norm"),
+        ({"norm": {"eps": 1e-5}}, r"\[norm\] of a test lacks kind: one of layer_norm, rms_norm"),
+        ({"query_key_norm": {"eps": 1e-5}}, r"\[query_key_norm\] of a test lacks kind"),
         ({"window": "wide"}, "window of a test should be of type int, got 'wide'"),
         ({"causal": 1}, "causal of a test should be of type bool, got 1"),
     ],
