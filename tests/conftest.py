@@ -68,16 +68,18 @@ def smollm2_gguf() -> Path:
 def smollm2(pytestconfig, smollm2_gguf) -> Path:
     """SmolLM2 as safetensors, which takes transformers a while to make of the packaged GGUF file; made once."""
     import transformers
+    from filelock import FileLock
     from safetensors.torch import save_model
 
     folder = Path(pytestconfig.cache.mkdir("smollm2"))
-    if not (folder / "model.safetensors").is_file():
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.bfloat16
-        )
-        # The weights are plain numbers once they are loaded, and only the config still speaks of GGUF.
-        del model.config.quantization_config
-        model.config.save_pretrained(folder)
-        save_model(model, str(folder / "unfinished"))
-        (folder / "unfinished").rename(folder / "model.safetensors")
+    with FileLock(folder / "lock"):
+        if not (folder / "model.safetensors").is_file():
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.bfloat16
+            )
+            # The weights are plain numbers once they are loaded, and only the config still speaks of GGUF.
+            del model.config.quantization_config
+            model.config.save_pretrained(folder)
+            save_model(model, str(folder / "unfinished"))
+            (folder / "unfinished").rename(folder / "model.safetensors")
     return folder
