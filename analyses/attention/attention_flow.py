@@ -7,9 +7,8 @@ from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import maximum_flow
 from torch import Tensor
 
-from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch
-from .rollout import fused_maps
+from .rollout import FusedMaps, fused_maps
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout
 
 # scipy's capacities are 32-bit integers; no node carries more than the 1 that leaves the readout.

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from ...circuits.errors import CallError
 from .attention_flow import flow_rows
-from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch, MapSink
 from .readout_rows import ReadoutRows, fuse_rows
+from .rollout import FusedMaps
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout
 from .value_norms import ValueNorms
-from .watching import watch
 
 #: Measures that need maps alone, and no gradients of them.
 STREAMED = ("rollout", "attention flow", "last layer", "layer mean", "value norms")
@@ -73,7 +72,7 @@ def attention_rows(
         for sink in sinks:
             sink(layer, attention)
 
-    watch(model, batch, to_all, None if values is None else values.inputs)
+    model.watch(batch, to_all, None if values is None else values.inputs)
     rows = heads.rows()
     made = {
         "rollout": lambda: fused.row(readout),

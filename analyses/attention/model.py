@@ -145,6 +145,25 @@ class AttentionModel(ABC):
         logits = self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
         return logits.gather(1, places.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
 
+    def watch(self, batch: Batch, maps: MapSink, inputs: InputSink | None = None) -> None:
+        """Run the model without gradients, for its maps and, where asked, what its attention reads.
+
+        Of a language model logits are computed at one place an example where that can be had: a vocabulary is large.
+        """
+        with torch.no_grad():
+            if self.classifies:
+                self.logits(batch.tokens, batch.mask, maps=maps, inputs=inputs)
+            else:
+                places = self.reading_positions(batch)[:, None]
+                self.logits_at(batch.tokens, batch.mask, places, maps=maps, inputs=inputs)
+
+    def demand_context(self, tokens: Int[Tensor, "batch position"]) -> None:
+        """CallError for sequences longer than the model takes."""
+        if self.context is not None and tokens.shape[1] > self.context:
+            raise CallError(
+                f"{self.name} takes at most {self.context} tokens, got {tokens.shape[1]}; cut the text to its context"
+            )
+
     @abstractmethod
     def attention_weights(self) -> list[AttentionWeights]:
         """Return the weights of every layer, raw, for measures that go through W_OV."""
@@ -163,3 +182,8 @@ class AttentionModel(ABC):
             first = [continuation[0] for continuation in example.continuations]
             found.append(log_probability[first] if first else log_probability)
         return found
+
+
+def last_token(mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
+    """Return the last position at which the mask is true."""
+    return mask.shape[1] - 1 - mask.flip(1).long().argmax(dim=1)

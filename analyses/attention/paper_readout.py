@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ...circuits.errors import CallError
 from ..tasks.example import Example
-from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch
 from .paper_convention import PADDED_LENGTH
 from .readout_rows import ReadoutRows
+from .rollout import FusedMaps
 from .rollout_settings import Rollout
-from .watching import watch
 
 #: `rollout`: heads averaged, as in the paper's table. `head 0`: that head alone, as in some of its figures. `layer
 #: maximum`: the largest of all layers' attention, token by token, heads averaged: its mass can pass 1.
@@ -82,11 +81,11 @@ class PaperReading:
         """
         if self.figure == "layer maximum":
             rows = ReadoutRows(batch.mask, self.readout(batch))
-            watch(model, batch, rows)
+            model.watch(batch, rows)
             return rows.rows().mean(dim=2).amax(dim=1)
         head_0 = tuple(float(head == 0) for head in range(model.heads))
         maps = FusedMaps(batch.mask, Rollout(self.residual, head_0 if self.figure == "head 0" else "mean"))
-        watch(model, batch, maps)
+        model.watch(batch, maps)
         return maps.row(self.readout(batch))
 
 

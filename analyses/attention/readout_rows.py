@@ -11,7 +11,6 @@ from ...circuits.spectrum import upcast
 from .fusion import HeadFusion, fuse_heads
 from .map_checks import demand_map, one_hot
 from .model import AttentionModel, Batch
-from .watching import watch
 
 
 @dataclass(eq=False)
@@ -64,7 +63,7 @@ class ReadoutRows:
 def readout_rows(model: AttentionModel, batch: Batch) -> Float64[Tensor, "batch layer head position"]:
     """Run the model and return every head's attention where each example's prediction is read; rows sum to 1."""
     kept = ReadoutRows(batch.mask, model.reading_positions(batch))
-    watch(model, batch, kept)
+    model.watch(batch, kept)
     return kept.rows()
 
 

@@ -14,8 +14,7 @@ from ...circuits.saved_format import is_own, own_settings
 from ..dynamics.model import SingleLayerAttention
 from ..dynamics.populations import exact_population
 from ..dynamics.setting import Parameterization, Setting
-from .model import AttentionModel, InputSink, MapSink
-from .transformers_models import last_token
+from .model import AttentionModel, InputSink, MapSink, last_token
 
 
 class SingleLayerModel(AttentionModel):

@@ -9,8 +9,7 @@ from torch import Tensor
 from ...circuits.attention_weights import AttentionWeights
 from ...circuits.errors import CallError, QkovError
 from ...circuits.live_models import open_model
-from .model import AttentionModel, InputSink, MapSink
-from .transformers_models import last_token
+from .model import AttentionModel, InputSink, MapSink, last_token
 
 _PATTERN = "blocks.{layer}.attn.hook_pattern"
 #: What the modules call that which their attention reads, from version to version.
@@ -69,21 +68,19 @@ class HookedModel(AttentionModel):
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`."""
-        if self.context is not None and tokens.shape[1] > self.context:
-            raise CallError(
-                f"{self.name} takes at most {self.context} tokens, got {tokens.shape[1]}; cut the text to its context"
-            )
+        self.demand_context(tokens)
         given: set[int] = set()
         hooks: list[tuple[str, Any]] = []
         if embedded is not None:
             hooks.append(("hook_embed", lambda _value, **_hook: embedded))
         if maps is not None:
             hooks += [(_PATTERN.format(layer=layer), _hand_on(layer, maps, given)) for layer in range(self.layers)]
-        reading = [] if inputs is None else list(enumerate(self._model.blocks))
-        handles = [
-            block.attn.register_forward_pre_hook(_hand_on_input(layer, inputs), with_kwargs=True)
-            for layer, block in reading
-        ]
+        handles = []
+        if inputs is not None:
+            handles = [
+                block.attn.register_forward_pre_hook(_hand_on_input(layer, inputs), with_kwargs=True)
+                for layer, block in enumerate(self._model.blocks)
+            ]
         try:
             with self._model.hooks(fwd_hooks=hooks):
                 logits = self._model(
@@ -130,10 +127,8 @@ def _hand_on(layer: int, maps: MapSink, given: set[int]) -> Any:
     return hook
 
 
-def _hand_on_input(layer: int, inputs: InputSink | None) -> Any:
+def _hand_on_input(layer: int, inputs: InputSink) -> Any:
     def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        read = args[0] if args else next(kwargs[key] for key in _READ if key in kwargs)
-        if inputs is not None:
-            inputs(layer, read)
+        inputs(layer, args[0] if args else next(kwargs[key] for key in _READ if key in kwargs))
 
     return hook

@@ -12,7 +12,7 @@ from ...circuits.attention_weights import AttentionWeights
 from ...circuits.errors import CallError, QkovError
 from ...circuits.live_models import open_model
 from .attention_hooks import find_attention
-from .model import AttentionModel, Batch, InputSink, MapSink
+from .model import AttentionModel, Batch, InputSink, MapSink, last_token
 
 #: Length of the sequence that a model is tried on.
 _TRIED = 5
@@ -72,7 +72,7 @@ class TransformersModel(AttentionModel):
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`. Half precision comes back as float32."""
-        self._demand_context(tokens)
+        self.demand_context(tokens)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         if maps is None and inputs is None:
             return self._run(tokens, mask, embedded, {})
@@ -103,12 +103,6 @@ class TransformersModel(AttentionModel):
     def _given(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> dict[str, Tensor]:
         words = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded.to(self.device)}
         return words | {"attention_mask": mask.long()}
-
-    def _demand_context(self, tokens: Tensor) -> None:
-        if self.context is not None and tokens.shape[1] > self.context:
-            raise CallError(
-                f"{self.name} takes at most {self.context} tokens, got {tokens.shape[1]}; cut the text to its context"
-            )
 
 
 class TransformersClassifier(TransformersModel):
@@ -265,11 +259,6 @@ class TransformersMaskedLM(_LanguageModel):
         self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
     ) -> Float[Tensor, "batch *position output"]:
         return _as_float(self._model(**self._given(tokens, mask, embedded), **options).logits)
-
-
-def last_token(mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
-    """Return the last position at which the mask is true."""
-    return mask.shape[1] - 1 - mask.flip(1).long().argmax(dim=1)
 
 
 def _demand_eager(model: Any, name: str) -> None:

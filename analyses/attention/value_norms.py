@@ -9,10 +9,9 @@ from torch import Tensor
 from ...circuits.attention_weights import AttentionWeights
 from ...circuits.errors import CallError
 from ...circuits.spectrum import multiply, upcast
-from .fused_maps import FusedMaps
 from .model import AttentionModel, Batch, MapSink
+from .rollout import FusedMaps
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout
-from .watching import watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +124,7 @@ def value_norms(
         raise CallError("weights of heads were given, and heads are summed as vectors: ask for norms by head")
     fused = FusedMaps(batch.mask, settings)
     norms = ValueNorms(model.attention_weights(), fused, by_head)
-    watch(model, batch, norms.maps, norms.inputs)
+    model.watch(batch, norms.maps, norms.inputs)
     return fused.row(model.reading_positions(batch))
 
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.analyses.attention.attention_flow import attention_flow, flow_row
-from qkov.analyses.attention.fused_maps import FusedMaps
-from qkov.analyses.attention.rollout import rollout
+from qkov.analyses.attention.rollout import FusedMaps, rollout
 from qkov.analyses.attention.rollout_settings import Rollout
 
 from .toy_attention import ToyAttention, batch_of, kept_maps

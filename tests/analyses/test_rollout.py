@@ -8,8 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.fused_maps import FusedMaps
-from qkov.analyses.attention.rollout import rollout
+from qkov.analyses.attention.rollout import FusedMaps, rollout
 from qkov.analyses.attention.rollout_settings import Rollout
 from qkov.circuits.errors import CallError, QkovError
 
