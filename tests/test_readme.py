@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from qkov.circuits.mapping import parse_mapping
 from qkov.reports.command_line import app, run
+from qkov.reports.families_table import families_lines
 from typer.main import get_command
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -45,13 +46,18 @@ def test_commands_exist_with_their_options(capsys):
     commands = getattr(get_command(app), "commands")  # noqa: B009 (typer declares less than it returns)
     lines = [line.split("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
     ours = [shlex.split(line) for line in lines if line.startswith("qkov ")]
-    assert {words[1] for words in ours} == {"inspect", "track", "report", "predict"}
+    assert {words[1] for words in ours} == {"inspect", "track", "report", "predict", "explain"}
     for words in ours:
         known = {option for parameter in commands[words[1]].params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= known
     (predict,) = (words[1:] for words in ours if words[1] == "predict")
     assert run(predict) == 0
     assert "alpha 0.148830  mu_QK 0.558776  mu_OV 81.6687" in capsys.readouterr().out
+
+
+def test_the_list_of_families_is_made_from_the_data():
+    (stated,) = re.findall(r"<!-- families -->\n(.*)<!-- /families -->", README, flags=re.DOTALL)
+    assert stated.strip().splitlines() == families_lines()
 
 
 def test_the_two_commands_are_where_ci_looks():
