@@ -8,7 +8,7 @@ from jaxtyping import Float64, Int
 
 from ...circuits.errors import CallError
 from ..tasks.example import Example, Task
-from .label_probabilities import label_probabilities
+from .alternatives import label_probabilities, probability_of
 from .model import AttentionModel
 from .predictions import predictions
 
@@ -71,7 +71,7 @@ def answers(
         for given in found:
             best = int(given.argmax())
             predicted.append(best)
-            probability.append(float((given.log_softmax(dim=0) if among_alternatives else given)[best].exp()))
+            probability.append(probability_of(given, best, among_alternatives=among_alternatives))
         if progress is not None:
             progress(len(predicted), len(examples))
     return Answers(np.array(predicted), np.array(probability), np.concatenate(right))

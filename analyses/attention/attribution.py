@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
 from ..tasks.example import Example
+from .alternatives import Target, demand_target, label_of
 from .gradient_rollout import gradient_rollout
 from .length_buckets import length_buckets
 from .measures import MEASURES
@@ -40,7 +41,7 @@ def attribute(
     examples: Sequence[Example],
     method: str,
     *,
-    target: str = "predicted",
+    target: Target = "predicted",
     baseline: str | int = "zero",
     magnitude: bool = False,
     steps: int = 64,
@@ -72,6 +73,7 @@ def attribute(
     """
     if method not in METHODS:
         raise CallError(f"there is no attribution {method!r}; expected one of {', '.join(METHODS)}")
+    demand_target(target)
     for number, example in enumerate(examples):
         demand_fitting(model, example, number)
     targets = _targets(model, examples, target, batch_tokens)
@@ -82,7 +84,7 @@ def attribute(
     done = 0
     for bucket in length_buckets([len(question.run.tokens) for question in questions], batch_tokens):
         given = _Inputs.of(model, [questions[index] for index in bucket], baseline)
-        options = _Options(target, steps, batch_tokens, [(seed, index) for index in bucket])
+        options = _Options(target, steps, batch_tokens, seed, bucket)
         figures, delta = METHODS[method](model, given, options)
         for place, index in enumerate(bucket):
             row = figures[place, : len(examples[index].tokens)].detach().double().cpu()
@@ -100,19 +102,13 @@ def attribute(
     return Attributions(method, rows, targets, deltas if has_delta else None)
 
 
-def _targets(model: AttentionModel, examples: Sequence[Example], target: str, batch_tokens: int) -> list[int]:
+def _targets(model: AttentionModel, examples: Sequence[Example], target: Target, batch_tokens: int) -> list[int]:
     if target == "predicted":
         return [int(found.argmax()) for found in predictions(model, examples, batch_tokens=batch_tokens)]
-    if target != "label":
-        raise CallError(f"target should be 'label' or 'predicted', got {target!r}")
-    labels = []
-    for number, example in enumerate(examples):
-        if example.label is None:
-            raise CallError(
-                f"example {example.id or number} has no label; explain what the model predicts (target='predicted')"
-            )
-        labels.append(example.label)
-    return labels
+    return [
+        label_of(example, number, None if model.classifies else len(example.continuations) or None)
+        for number, example in enumerate(examples)
+    ]
 
 
 @dataclass(frozen=True)
@@ -220,6 +216,8 @@ def _log_probability(model: AttentionModel, maps: MapSink | None = None) -> Call
             outputs = model.logits(tokens, mask, maps=maps, embedded=embedded)[:, None]
         else:
             outputs = model.logits_at(tokens, mask, places, maps=maps, embedded=embedded)
+        if int(wanted.max()) >= outputs.shape[-1]:
+            raise CallError(f"{model.name} has {outputs.shape[-1]} outputs, and number {int(wanted.max())} was wanted")
         chosen = outputs.log_softmax(dim=-1).gather(-1, wanted[..., None]).squeeze(-1)
         return (chosen * counted).sum(dim=-1)
 
@@ -228,10 +226,13 @@ def _log_probability(model: AttentionModel, maps: MapSink | None = None) -> Call
 
 @dataclass(frozen=True)
 class _Options:
-    target: str
+    """Of the call, and the numbers of a batch's examples."""
+
+    target: Target
     steps: int
     batch_tokens: int
-    seeds: list[tuple[int, int]]
+    seed: int
+    numbers: list[int]
 
 
 #: Figures [batch, position], and the convergence delta of each example where there is one.
@@ -281,7 +282,7 @@ def _attention_x_gradient(model: AttentionModel, given: _Inputs, _options: _Opti
     """Sum over layers, heads and queries of A dlog p/dA: to first order, the loss if nothing attended to the token."""
     total = torch.zeros(given.tokens.shape, dtype=torch.float64, device=given.tokens.device)
 
-    def watch(_layer: int, attention: Tensor) -> None:
+    def hook(_layer: int, attention: Tensor) -> None:
         weights = attention.detach()
 
         def add(gradient: Tensor) -> None:
@@ -291,16 +292,16 @@ def _attention_x_gradient(model: AttentionModel, given: _Inputs, _options: _Opti
 
     embedded = given.embedded.clone().requires_grad_()
     with torch.enable_grad():
-        torch.autograd.grad(_log_probability(model, watch)(embedded, *given.others).sum(), embedded)
+        torch.autograd.grad(_log_probability(model, hook)(embedded, *given.others).sum(), embedded)
     return total, None
 
 
 def _random(_model: AttentionModel, given: _Inputs, options: _Options) -> _Found:
     rows = torch.zeros(given.tokens.shape, dtype=torch.float64)
-    for row, (seed, number) in enumerate(options.seeds):
+    for row, number in enumerate(options.numbers):
         length = len(given.examples[row].tokens)
         # Each example draws for itself, so that its figures do not depend on what it is batched with.
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
         rows[row, :length] = torch.rand(length, dtype=torch.float64, generator=generator)
     return rows, None
 
@@ -309,7 +310,7 @@ def _measure(name: str) -> "_Method":
     def of(model: AttentionModel, given: _Inputs, options: _Options) -> _Found:
         batch = Batch.of(given.examples, model.pad)
         if name == "gradient rollout":
-            return gradient_rollout(model, batch, "label" if options.target == "label" else "predicted"), None
+            return gradient_rollout(model, batch, options.target), None
         return MEASURES[name](model, batch), None
 
     return of

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from ...circuits.errors import CallError
 from ..tasks.example import Example, Task
+from .alternatives import label_of
 from .answers import Answers, answers, are_compared
 from .dtap import dtap
 from .explanation_description import described
@@ -91,7 +91,10 @@ def explain(
         batch_tokens=settings.batch_tokens,
         progress=lambda done, total: note(done, total, "predictions"),
     )
-    targets = found.predicted.tolist() if settings.target == "predicted" else _labels(examples)
+    if settings.target == "predicted":
+        targets = found.predicted.tolist()
+    else:
+        targets = [label_of(example, number) for number, example in enumerate(examples)]
     counting = Counting(convention=settings.convention)
     heads = HeadRelevance(model.causal, counting)
     rows = method_rows(model, examples, targets, settings, heads.update, progress=note)
@@ -129,15 +132,6 @@ def explain(
         else pd.DataFrame(),
         heads=heads.compute(settings.bootstrap) if relevant else pd.DataFrame(),
     )
-
-
-def _labels(examples: Sequence[Example]) -> list[int]:
-    labels = []
-    for number, example in enumerate(examples):
-        if example.label is None:
-            raise CallError(f"example {example.id or number} has no label; explain what the model predicts")
-        labels.append(example.label)
-    return labels
 
 
 def _relevant(

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from ...circuits.errors import CallError
+from .alternatives import Target
 from .attribution import METHODS
 from .faithfulness import RANDOM
-from .gradient_rollout import Target
 from .intervals import Bootstrap
 from .measures import MEASURES
 from .paper_convention import Convention

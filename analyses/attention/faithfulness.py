@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
 from ..tasks.example import Example
-from .gradient_rollout import Target
+from .alternatives import Target, demand_target, label_of, probability_of
 from .intervals import DEFAULT, Bootstrap, mean_intervals
+from .map_checks import demand_rows
 from .model import AttentionModel
 from .perturbation import ERASER, Perturbation, keeping, kept_places, merged
 from .predictions import predictions
@@ -123,7 +124,13 @@ def faithfulness(
     Source: DeYoung et al., "ERASER: A Benchmark to Evaluate Rationalized NLP Models", 2020, section 4.2.
     """
     settings.demand_fit(model)
-    _demand_rows(examples, rows)
+    demand_target(target)
+    if RANDOM in rows:
+        raise CallError(
+            f"{RANDOM!r} is the name of the rankings drawn here; call the method otherwise, or leave it out"
+        )
+    for method, given in rows.items():
+        demand_rows(method, given, examples)
     if draws < 0:
         raise CallError(f"draws should be 0 or more, got {draws}")
     parts: list[_Part] = []
@@ -149,7 +156,9 @@ def faithfulness(
                 found.append(_Found(index, method, order, draw, cut, size, *pairs[size]))
     answers = predictions(model, inputs.examples, batch_tokens=batch_tokens, hidden=inputs.hidden, progress=progress)
     chosen = [questions[index].alternative for index in inputs.owners]
-    probabilities = np.array([_probability(*one, among_alternatives) for one in zip(answers, chosen, strict=True)])
+    probabilities = np.array(
+        [probability_of(*one, among_alternatives=among_alternatives) for one in zip(answers, chosen, strict=True)]
+    )
     table = _table(parts, np.array([question.probability for question in questions]), probabilities, found)
     if not np.isfinite(table[list(MEASURED)].to_numpy()).all():
         raise QkovError(f"{model.name} gives a probability that is not finite; check the model on the whole examples")
@@ -214,57 +223,22 @@ class _Inputs:
         return self._known[key]
 
 
-def _demand_rows(examples: Sequence[Example], rows: Mapping[str, Sequence[Tensor]]) -> None:
-    if RANDOM in rows:
-        raise CallError(
-            f"{RANDOM!r} is the name of the rankings drawn here; call the method otherwise, or leave it out"
-        )
-    for method, given in rows.items():
-        if len(given) != len(examples):
-            raise CallError(f"{method} has rows for {len(given)} examples; expected {len(examples)}")
-        for number, (example, row) in enumerate(zip(examples, given, strict=True)):
-            if len(row) != len(example.tokens):
-                raise CallError(
-                    f"the row of {method} for example {example.id or number} has {len(row)} weights; expected one for "
-                    f"each of its {len(example.tokens)} tokens"
-                )
-            if not bool(row.isfinite().all()):
-                raise QkovError(f"a weight of {method} for example {example.id or number} is not finite")
-
-
 def _questions(
     model: AttentionModel, parts: Sequence[_Part], target: Target, among_alternatives: bool, batch_tokens: int
 ) -> Iterator[_Question]:
-    if target not in ("label", "predicted"):
-        raise CallError(f"target should be 'label' or 'predicted', got {target!r}")
     for start in range(0, len(parts), _AT_ONCE):
         some = parts[start : start + _AT_ONCE]
         answers = predictions(model, [part.example for part in some], batch_tokens=batch_tokens)
         for part, answer in zip(some, answers, strict=True):
             example = part.example
-            chosen = int(answer.argmax()) if target == "predicted" else _label(part, len(answer))
-            probability = _probability(answer, chosen, among_alternatives)
+            chosen = int(answer.argmax()) if target == "predicted" else label_of(example, part.number, len(answer))
+            probability = probability_of(answer, chosen, among_alternatives=among_alternatives)
             if model.classifies or (among_alternatives and example.continuations):
                 yield _Question(example, chosen, probability)
                 continue
             # The other alternatives need not be asked of the perturbed inputs.
             asked = example.continuations[chosen] if example.continuations else (chosen,)
             yield _Question(replace(example, continuations=(asked,)), 0, probability)
-
-
-def _label(part: _Part, alternatives: int) -> int:
-    name, label = f"example {part.example.id or part.number}", part.example.label
-    if label is None:
-        raise CallError(f"{name} has no label; use target='predicted'")
-    if not 0 <= label < alternatives:
-        raise CallError(f"{name} has the label {label}; expected one of its {alternatives} alternatives, from 0")
-    return label
-
-
-def _probability(log_probabilities: Float64[Tensor, " alternative"], chosen: int, among_alternatives: bool) -> float:
-    if among_alternatives:
-        log_probabilities = log_probabilities.log_softmax(dim=0)
-    return float(log_probabilities[chosen].exp())
 
 
 def _rankings(

@@ -1,19 +1,15 @@
 """Rollout of attention weighted by the gradient of the prediction: what speaks for it, layer by layer."""
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
 from ...circuits.spectrum import upcast
+from .alternatives import Target, demand_target, label_of
 from .fusion import hide_padding
 from .map_checks import demand_map, one_hot
 from .model import AttentionModel, Batch
-
-#: What the gradient is taken of: the log-probability of the alternative that the model favours, or of the right one.
-Target = Literal["predicted", "label"]
 
 
 def gradient_rollout(
@@ -36,7 +32,8 @@ def gradient_rollout(
             gradient, which differs from layer to layer.
 
     Raises:
-        CallError: the label is asked for of an example that has none, or there is no such target.
+        CallError: the label is asked for of an example that has none, or none of the alternatives, or there is no such
+            target.
         QkovError: the model gives maps without gradient, or gradients that are not finite.
 
     Source: Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
@@ -59,8 +56,7 @@ def weighted_maps(
     model: AttentionModel, batch: Batch, target: Target = "predicted"
 ) -> list[Float64[Tensor, "batch query key"]]:
     """Return M_l of every layer, zero in the rows and columns of padding; arguments as of `gradient_rollout`."""
-    if target not in ("predicted", "label"):
-        raise CallError(f"target should be predicted or label, got {target!r}")
+    demand_target(target)
     maps: list[Tensor] = []
 
     def keep(layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
@@ -90,12 +86,7 @@ def weighted_maps(
 
 def _targets(batch: Batch, log_probabilities: list[Tensor], target: Target) -> list[Tensor]:
     """The log-probability of each example's target."""
-    chosen = []
-    for place, (example, found) in enumerate(zip(batch.examples, log_probabilities, strict=True)):
-        if target == "predicted":
-            chosen.append(found.max())
-        elif example.label is None:
-            raise CallError(f"example {example.id or place} has no label; take the predicted alternative as target")
-        else:
-            chosen.append(found[example.label])
-    return chosen
+    return [
+        found.max() if target == "predicted" else found[label_of(example, place, len(found))]
+        for place, (example, found) in enumerate(zip(batch.examples, log_probabilities, strict=True))
+    ]

@@ -1,10 +1,13 @@
-"""What maps and readouts have to be for a batch."""
+"""What maps, readouts and rows have to be for their examples."""
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ...circuits.errors import CallError
+from ...circuits.errors import CallError, QkovError
+from ..tasks.example import Example
 
 
 def demand_map(
@@ -35,3 +38,23 @@ def one_hot(readout: Int[Tensor, " batch"], mask: Bool[Tensor, "batch position"]
             f"has {int(mask[example].sum())} tokens: padding attends to nothing"
         )
     return places.double()
+
+
+def demand_rows(method: str, rows: Sequence[Float64[Tensor, " _token"]], examples: Sequence[Example]) -> None:
+    """Refuse rows of a method that are not those of the examples.
+
+    Raises:
+        CallError: there are not as many, or one has not as many weights as its example has tokens.
+        QkovError: a weight is not finite.
+    """
+    if len(rows) != len(examples):
+        raise CallError(f"{method} has rows for {len(rows)} examples; expected {len(examples)}")
+    for number, (example, row) in enumerate(zip(examples, rows, strict=True)):
+        name = f"example {example.id or number}"
+        if len(row) != len(example.tokens):
+            raise CallError(
+                f"the row of {method} for {name} has {len(row)} weights; expected one for each of its "
+                f"{len(example.tokens)} tokens"
+            )
+        if not bool(row.isfinite().all()):
+            raise QkovError(f"a weight of {method} for {name} is not finite")

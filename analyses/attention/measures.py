@@ -5,7 +5,6 @@ from collections.abc import Callable
 from jaxtyping import Float64
 from torch import Tensor
 
-from ...circuits.errors import CallError
 from .attention_flow import attention_flow
 from .gradient_rollout import gradient_rollout
 from .model import AttentionModel, Batch
@@ -25,14 +24,3 @@ MEASURES: dict[str, Measure] = {
     "value norms": value_norms,
     "gradient rollout": gradient_rollout,
 }
-
-
-def measure_named(name: str) -> Measure:
-    """Return a measure of attention.
-
-    Raises:
-        CallError: there is none of that name.
-    """
-    if name not in MEASURES:
-        raise CallError(f"no measure of attention is called {name!r}; there are {', '.join(MEASURES)}")
-    return MEASURES[name]

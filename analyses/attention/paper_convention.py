@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
+
+from ...circuits.errors import CallError
 
 #: `right`: as each measure's source defines it. `paper`: as the released code does, to compare figures like for like.
 Convention = Literal["right", "paper"]
@@ -15,6 +17,12 @@ Convention = Literal["right", "paper"]
 PADDED_LENGTH = 128
 #: The one cut of sufficiency and comprehensiveness.
 PAPER_CUT = 0.05
+
+
+def demand_convention(convention: str) -> None:
+    """CallError for what is no convention."""
+    if convention not in get_args(Convention):
+        raise CallError(f"convention should be 'right' or 'paper'; got {convention!r}")
 
 
 def padded_cut_size(cut: float, padded_length: int) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float64
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...circuits.errors import CallError
 from ..tasks.example import Example
 from .model import AttentionModel, Batch
-from .paper_convention import PADDED_LENGTH, PAPER_CUT, Convention, padded_cut_size, partly_sorted
+from .paper_convention import PADDED_LENGTH, PAPER_CUT, Convention, demand_convention, padded_cut_size, partly_sorted
 
 #: Shares of the tokens at which DeYoung et al. 2020 cut.
 ERASER_CUTS = (0.01, 0.05, 0.1, 0.2, 0.5)
@@ -20,7 +20,6 @@ ERASER_CUTS = (0.01, 0.05, 0.1, 0.2, 0.5)
 #: `deletion`: the token goes and those behind it move up, in their order. `mask token`: the model's mask token stands
 #: in its place. `attention mask`: it keeps its place, and nothing attends to it.
 Removal = Literal["deletion", "mask token", "attention mask"]
-_REMOVALS = ("deletion", "mask token", "attention mask")
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,9 @@ class Perturbation:
         """Refuse settings out of their range."""
         if not self.cuts or len(set(self.cuts)) < len(self.cuts) or not all(0 <= cut <= 1 for cut in self.cuts):
             raise CallError(f"cuts are different shares of the tokens, from 0 to 1; got {self.cuts}")
-        if self.removal not in _REMOVALS:
-            raise CallError(f"removal should be one of {', '.join(_REMOVALS)}; got {self.removal!r}")
-        if self.convention not in ("right", "paper"):
-            raise CallError(f"convention should be 'right' or 'paper'; got {self.convention!r}")
+        if self.removal not in get_args(Removal):
+            raise CallError(f"removal should be one of {', '.join(get_args(Removal))}; got {self.removal!r}")
+        demand_convention(self.convention)
         if self.padded_length < 1:
             raise CallError(f"padded_length should be at least 1; got {self.padded_length}")
         if self.convention == "paper" and self.removal != "deletion":

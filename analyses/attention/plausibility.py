@@ -11,9 +11,10 @@ import pandas as pd
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from ...circuits.errors import CallError, QkovError
+from ...circuits.errors import CallError
 from ..tasks.example import Example
 from .intervals import DEFAULT, Bootstrap, mean_intervals
+from .map_checks import demand_rows
 from .rationale_agreement import (
     average_precision,
     random_average_precision,
@@ -138,8 +139,7 @@ def plausibility(
     if not rows:
         raise CallError("expected the rows of at least one method, got none")
     for method, given in rows.items():
-        if len(given) != len(examples):
-            raise CallError(f"{method} has rows of {len(given)} examples; expected one for each of {len(examples)}")
+        demand_rows(method, given, examples)
     marked: dict[int, list[Bool[np.ndarray, " token"]]] = {}
     left_out: Counter[str] = Counter()
     for number, example in enumerate(examples):
@@ -159,7 +159,7 @@ def plausibility(
             "id": examples[number].id,
             "group": examples[number].group,
             "method": method,
-            **_figures(_countable(given[number], examples[number], number, method), masks, share, settings.iou),
+            **_figures(given[number].numpy()[_countable(examples[number])], masks, share, settings.iou),
         }
         for method, given in rows.items()
         for number, masks in marked.items()
@@ -169,22 +169,13 @@ def plausibility(
 
 def _rationales(example: Example, annotators: Annotators) -> list[Bool[np.ndarray, " token"]]:
     """The rationales that an example is held against, over the tokens that are not special."""
-    countable = ~np.array(example.is_special)
-    masks = [mask for mask in (np.array(given)[countable] for given in example.relevant) if mask.any()]
+    masks = [mask for mask in (np.array(given)[_countable(example)] for given in example.relevant) if mask.any()]
     return [np.any(masks, axis=0)] if masks and annotators == "union" else masks
 
 
-def _countable(row: Float64[Tensor, " token"], example: Example, number: int, method: str) -> np.ndarray:
-    """The weights of the tokens that are not special."""
-    name = f"example {example.id or number}"
-    if len(row) != len(example.tokens):
-        raise CallError(
-            f"the row of {method} for {name} has {len(row)} weights; expected one for each of its "
-            f"{len(example.tokens)} tokens"
-        )
-    if not row.isfinite().all():
-        raise QkovError(f"a weight of {method} for {name} is not finite")
-    return row.numpy()[~np.array(example.is_special)]
+def _countable(example: Example) -> Bool[np.ndarray, " token"]:
+    """Which tokens are not special."""
+    return ~np.array(example.is_special)
 
 
 def _figures(

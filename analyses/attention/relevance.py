@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...circuits.errors import CallError
 from ..tasks.example import Example
+from .map_checks import demand_rows
 from .model import Batch
 from .relevant_tokens import RIGHT, Counting, RelevantTokens
 
@@ -144,14 +145,9 @@ def relevance_of(
         CallError: the rows are not those of the examples, a weight is negative, or no example takes part.
         QkovError: a weight is not finite.
     """
-    if not len(examples) == len(rows) == len(readouts):
-        raise CallError(f"{len(rows)} rows and {len(readouts)} readouts were given for {len(examples)} examples")
-    for number, (example, row) in enumerate(zip(examples, rows, strict=True)):
-        if len(row) != len(example.tokens):
-            raise CallError(
-                f"the row of example {example.id or number} has {len(row)} weights; expected one for each of its "
-                f"{len(example.tokens)} tokens"
-            )
+    demand_rows("attention", rows, examples)
+    if len(readouts) != len(examples):
+        raise CallError(f"{len(readouts)} readouts were given for {len(examples)} examples")
     relevance = Relevance(causal, settings)
     if examples:
         batch = Batch.of(examples, pad=0)

@@ -10,7 +10,7 @@ from ...circuits.errors import CallError, QkovError
 from ...circuits.spectrum import upcast
 from .map_checks import one_hot
 from .model import Batch
-from .paper_convention import Convention
+from .paper_convention import Convention, demand_convention
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Counting:
 
     def __post_init__(self) -> None:
         """Refuse an unknown convention."""
-        if self.convention not in ("right", "paper"):
-            raise CallError(f"convention should be 'right' or 'paper'; got {self.convention!r}")
+        demand_convention(self.convention)
 
 
 #: Examples without relevant tokens take no part, and all real tokens count.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from qkov.analyses.attention.alternatives import demand_target
 from qkov.analyses.attention.attribution import METHODS, attribute
 from qkov.analyses.attention.measures import MEASURES
 from qkov.analyses.attention.model import AttentionModel, Batch
@@ -312,10 +313,18 @@ def test_calls_that_mean_nothing_are_refused():
     bag = Bag()
     with pytest.raises(CallError, match=r"no attribution 'lime'; expected one of integrated gradients, .*random"):
         attribute(bag, EXAMPLES, "lime")
-    with pytest.raises(CallError, match="target should be 'label' or 'predicted', got 'right'"):
-        attribute(bag, EXAMPLES, "ablation", target="right")
-    with pytest.raises(CallError, match="example 0 has no label; explain what the model predicts"):
+    with pytest.raises(CallError, match="target should be 'predicted' or 'label', got 'right'"):
+        demand_target("right")
+    with pytest.raises(CallError, match="example 0 has no label; use target='predicted'"):
         attribute(bag, [Example(tokens=(1, 2))], "ablation", target="label")
+    for method in ("ablation", "input x gradient", "integrated gradients"):
+        with pytest.raises(CallError, match="a bag has 2 outputs, and number 2 was wanted"):
+            attribute(bag, [Example(tokens=(1, 2), label=2)], method, target="label")
+    with pytest.raises(CallError, match="example 0 has the label -1; expected one of its alternatives, from 0"):
+        attribute(bag, [Example(tokens=(1, 2), label=-1)], "ablation", target="label")
+    choice = Example(tokens=(9, 10), label=2, continuations=((12,), (13,)))
+    with pytest.raises(CallError, match="example 0 has the label 2; expected one of its 2 alternatives, from 0"):
+        attribute(TransformersCausalLM(CAUSAL[0].build()), [choice], "ablation", target="label")
 
 
 def test_progress_is_told():

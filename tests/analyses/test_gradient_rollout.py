@@ -114,5 +114,6 @@ def test_what_has_no_gradient_or_no_label_is_refused():
         gradient_rollout(GivesOthers(torch.detach), batch_of(3))
     with pytest.raises(QkovError, match="prediction of toy does not depend on the map of layer 0 that it gave"):
         gradient_rollout(GivesOthers(torch.clone), batch_of(3))
-    with pytest.raises(CallError, match="example 0 has no label"):
-        gradient_rollout(ToyAttention(), Batch.of([replace(batch_of(3).examples[0], label=None)], PAD), "label")
+    for label, said in ((None, "has no label"), (3, "has the label 3; expected one of its 3 alternatives, from 0")):
+        with pytest.raises(CallError, match=f"example 0 {said}"):
+            gradient_rollout(ToyAttention(), Batch.of([replace(batch_of(3).examples[0], label=label)], PAD), "label")

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from qkov.analyses.attention.measures import MEASURES, measure_named
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention.measures import MEASURES
 
 from .toy_attention import ToyAttention, batch_of
 
@@ -12,14 +11,14 @@ from .toy_attention import ToyAttention, batch_of
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_are_distributions_over_each_example_s_tokens_and_do_not_depend_on_its_neighbours(name, causal):
     model, batch = ToyAttention(causal=causal), batch_of(6, 3, 1)
-    rows = measure_named(name)(model, batch)
+    rows = MEASURES[name](model, batch)
     assert rows.shape == batch.mask.shape
     assert rows.dtype == torch.float64
     assert (rows >= 0).all()
     assert rows[~batch.mask].count_nonzero() == 0
     torch.testing.assert_close(rows.sum(dim=1), torch.ones(3, dtype=torch.float64), rtol=1e-12, atol=0)
     for row, example in zip(rows, batch.examples, strict=True):
-        alone = measure_named(name)(model, type(batch).of([example], pad=0))[0]
+        alone = MEASURES[name](model, type(batch).of([example], pad=0))[0]
         torch.testing.assert_close(row[: len(alone)], alone, rtol=1e-6, atol=1e-9)
 
 
@@ -41,8 +40,3 @@ def test_attention_is_read_where_the_model_says_of_the_batch(name):
 
     rows = MEASURES[name](ReadAtTheSecond(), batch_of(6, 3))
     assert rows[:, :2].sum(dim=1).tolist() == pytest.approx([1, 1], rel=1e-12)
-
-
-def test_an_unknown_name_is_answered_with_those_known():
-    with pytest.raises(CallError, match=r"'roll'; there are rollout, attention flow, last layer"):
-        measure_named("roll")

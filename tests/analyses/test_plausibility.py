@@ -223,7 +223,7 @@ def test_wrong_calls_are_refused():
         Rationales(iou=0.2)
     with pytest.raises(CallError, match="at least one method, got none"):
         plausibility(given, {})
-    with pytest.raises(CallError, match="flow has rows of 2 examples; expected one for each of 1"):
+    with pytest.raises(CallError, match="flow has rows for 2 examples; expected 1"):
         plausibility(given, {"flow": weights * 2})
     with pytest.raises(CallError, match="the row of flow for example 0 has 3 weights; expected one for each of its 4"):
         plausibility(given, {"flow": [row(1, 2, 3)]})

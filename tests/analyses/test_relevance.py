@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from qkov.analyses.attention.alternatives import label_probabilities
 from qkov.analyses.attention.head_relevance import HeadRelevance
-from qkov.analyses.attention.label_probabilities import label_probabilities
 from qkov.analyses.attention.model import Batch
 from qkov.analyses.attention.readout_rows import readout_rows
 from qkov.analyses.attention.relevance import Relevance, relevance_of
@@ -229,11 +229,13 @@ def test_probabilities_of_labels():
 
 def test_what_cannot_be_measured_is_refused():
     given, weights = example([1, 0, 0, 0]), row(0.25, 0.25, 0.25, 0.25)
-    with pytest.raises(CallError, match="the row of example 0 has 3 weights; expected one for each of its 4 tokens"):
+    with pytest.raises(
+        CallError, match="the row of attention for example 0 has 3 weights; expected one for each of its 4 tokens"
+    ):
         one(given, weights[:3])
     with pytest.raises(CallError, match="is negative; expected attention: of signed attributions give the magnitude"):
         one(given, row(0.5, -0.5, 0.5, 0.5))
-    with pytest.raises(QkovError, match="a weight of example 0 in the batch is not finite"):
+    with pytest.raises(QkovError, match="a weight of attention for example 0 is not finite"):
         one(given, row(0.5, math.nan, 0.5, 0.0))
     with pytest.raises(CallError, match="position 4 of example 0 in the batch, which has 4 tokens"):
         one(given, weights, readout=4)
@@ -241,12 +243,14 @@ def test_what_cannot_be_measured_is_refused():
         CallError, match="no example takes part in relevant-token attention: 1 without a relevant token"
     ):
         one(example([0, 0, 0, 0]), weights)
-    with pytest.raises(CallError, match="1 rows and 2 readouts were given for 1 examples"):
+    with pytest.raises(CallError, match="2 readouts were given for 1 examples"):
         relevance_of([given], [weights], [3, 3], causal=True)
     with pytest.raises(CallError, match=r"no example takes part .*: none was given"):
         relevance_of([], [], [], causal=True)
     batch = Batch.of([given, example([1, 0], tokens=2)], pad=0)
     relevance = Relevance(causal=True)
+    with pytest.raises(QkovError, match="a weight of example 0 in the batch is not finite"):
+        relevance.update(batch, row(0.5, math.nan, 0.5, 0.0).expand(2, 4), torch.tensor([3, 1]))
     with pytest.raises(CallError, match="example 1 in the batch has attention on padding"):
         relevance.update(batch, weights.expand(2, 4), torch.tensor([3, 1]))
     with pytest.raises(CallError, match=r"rows have shape \[2, 3\]; expected 2 examples first and 4 positions last"):
