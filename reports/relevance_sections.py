@@ -67,7 +67,8 @@ def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
     tokens = explanation.tokens
     first = float(tokens[tokens["position"] == 0][settings["main"]].mean())
     if first > 0.5:
-        sentences.append(f"The first token of a sequence alone gets {percent(first, 3)} on average.")
+        more = "; other measures, below, say more" if first > 0.9 else ""
+        sentences.append(f"The first token of a sequence alone gets {percent(first, 3)} on average{more}.")
     elsewhere = table[
         (table["figure"] == "MRTA") & (table["tokens"] == ELSEWHERE) & (table["method"] == settings["main"])
     ]

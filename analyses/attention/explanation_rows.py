@@ -16,6 +16,9 @@ from .length_buckets import length_buckets
 from .model import AttentionModel, Batch
 from .paper_readout import PaperReading
 
+#: Gradients take what every layer computed to be held: so many times fewer tokens go through the model at once.
+_HELD_FOR_GRADIENTS = 4
+
 #: Takes how much is done, of how much, and what it is.
 Progress = Callable[[int, int, str], None]
 #: Takes a batch, the row of every head and where they are read.
@@ -95,7 +98,7 @@ def method_rows(
                 target="label",
                 steps=settings.steps,
                 seed=settings.seed,
-                batch_tokens=settings.batch_tokens,
+                batch_tokens=max(1, settings.batch_tokens // _HELD_FOR_GRADIENTS),
                 progress=lambda done, total, name=name: progress(done, total, name),
             )
         except QkovError as error:

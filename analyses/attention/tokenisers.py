@@ -33,7 +33,15 @@ def load_tokeniser(address: Path | str) -> Any:
 
 
 def written(tokeniser: Any | None) -> Written:
-    """Return what writes token ids for people: as text by the tokeniser, or as the numbers themselves without one."""
-    if tokeniser is None:
-        return lambda ids: " ".join(map(str, ids))
-    return lambda ids: tokeniser.decode(list(ids))
+    """Return what writes token ids for people: as text by the tokeniser, or as the numbers themselves without one.
+
+    Spaces alone, which nobody would see, are in quotes.
+    """
+
+    def write(ids: Sequence[int]) -> str:
+        if tokeniser is None:
+            return " ".join(map(str, ids))
+        text = tokeniser.decode(list(ids))
+        return text if text.strip() else repr(text)
+
+    return write
