@@ -49,7 +49,7 @@ def dtap(
     `numpy.histogram2d`. Percentages are of all examples with a probability, those beyond the edges among them.
 
     Args:
-        runs: as of `summary`.
+        runs: as of `relevance_summary`.
         attention_edges: rising; those of a task are its `attention_bins`.
         probability_edges: rising.
         tokens: `ALL_TOKENS` or `ELSEWHERE`.
@@ -70,10 +70,12 @@ def dtap_differences(
     tokens: str = ALL_TOKENS,
     settings: Bootstrap = DEFAULT,
 ) -> Dtap:
-    """Return by how many percent of the examples each cell of some runs is above that of others; see `differences`.
+    """Return by how many percent of the examples each cell of some runs is above that of others.
+
+    Runs are as of `relevance_differences`.
 
     Raises:
-        CallError: as `dtap` and `differences` do.
+        CallError: as `dtap` and `relevance_differences` do.
     """
     return _dtap(partners(runs, others), attention_edges, probability_edges, tokens, settings)
 

@@ -19,7 +19,7 @@ from .head_relevance import HeadRelevance
 from .model import AttentionModel
 from .plausibility import plausibility
 from .relevance import RelevantAttention, relevance_of
-from .relevance_figures import summary
+from .relevance_figures import relevance_summary
 from .relevant_tokens import Counting
 from .tokenisers import written
 
@@ -39,7 +39,7 @@ class Explanation:
         faithfulness: of every example, method, order, draw and cut: see `Faithfulness`.
         curves: method, order, cut, k, comprehensiveness and sufficiency; of random, what the lowest and the highest of
             its draws give.
-        relevance: MRTA, AC and ACMC of every method of attention: see `relevance_figures.summary`.
+        relevance: MRTA, AC and ACMC of every method of attention: see `relevance_summary`.
         dtap: cells of the main method: see `Dtap`.
         heads: attention of each head on relevant tokens: see `HeadRelevance`.
     """
@@ -114,7 +114,8 @@ def explain(
     agreement = plausibility(examples, rows.rows) if relevant else None
     main = relevant.get(settings.main)
     summaries = [
-        summary(given, settings.thresholds, settings.bootstrap).assign(method=name) for name, given in relevant.items()
+        relevance_summary(given, settings.thresholds, settings.bootstrap).assign(method=name)
+        for name, given in relevant.items()
     ]
     relevance = pd.concat(summaries, ignore_index=True) if summaries else pd.DataFrame()
     has_cells = main is not None and main.table["probability"].notna().any()

@@ -11,6 +11,7 @@ from ...circuits.hooked_models import has_weight_interface
 from ..dynamics.model import SingleLayerAttention
 from .model import AttentionModel
 from .single_layer_models import SingleLayerModel
+from .tokenisers import load_tokeniser
 from .transformer_lens_models import HookedModel
 from .transformers_models import TransformersCausalLM, TransformersClassifier, TransformersMaskedLM
 
@@ -143,9 +144,7 @@ def _kind_of(classes: list[str], name: str) -> Kind:
 
 def _mask_token(folder: str) -> int | None:
     """The mask token's id by the tokeniser beside the model, if there is one."""
-    import transformers
-
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder).mask_token_id
-    except (OSError, ValueError, KeyError, ImportError):
+        return load_tokeniser(folder).mask_token_id
+    except QkovError:
         return None

@@ -40,7 +40,7 @@ class Thresholds:
 HALF = Thresholds()
 
 
-def summary(runs: Runs, thresholds: Thresholds = HALF, settings: Bootstrap = DEFAULT) -> pd.DataFrame:
+def relevance_summary(runs: Runs, thresholds: Thresholds = HALF, settings: Bootstrap = DEFAULT) -> pd.DataFrame:
     """Return MRTA, AC and ACMC with their intervals and their chance levels.
 
     Each is over all tokens, and without the token at which attention is read. Chance is the same figure with uniform
@@ -61,10 +61,12 @@ def summary(runs: Runs, thresholds: Thresholds = HALF, settings: Bootstrap = DEF
     return _figures(aligned([as_list(runs)]), thresholds, settings)
 
 
-def differences(runs: Runs, others: Runs, thresholds: Thresholds = HALF, settings: Bootstrap = DEFAULT) -> pd.DataFrame:
+def relevance_differences(
+    runs: Runs, others: Runs, thresholds: Thresholds = HALF, settings: Bootstrap = DEFAULT
+) -> pd.DataFrame:
     """Return by how much MRTA, AC and ACMC of some runs are above those of others, example by example.
 
-    Columns as of `summary`; chance is the difference of the chance levels.
+    Columns as of `relevance_summary`; chance is the difference of the chance levels.
 
     Args:
         runs: one model's figures, or those of several.

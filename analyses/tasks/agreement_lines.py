@@ -48,7 +48,7 @@ def agreement_lines(
     if len(set(names)) > 1 or folder is None:
         raise CallError(f"{place} has several such files: pick one as the split, of {', '.join(sorted(set(names)))}")
     task = agreement_task(
-        "agreement", False, "the subject, where its position is given" if subjects else "not known: no subject is given"
+        False, "the subject, where its position is given" if subjects else "not known: no subject is given"
     )
     found = _examples(folder.child(f"{names[0]}.text"), folder.child(f"{names[0]}.gold"), _given(subjects))
     return collected(task, found, limit, seed)

@@ -36,7 +36,7 @@ def agreement_pairs(data: Path | str, split: str | None = None, limit: int | Non
     if place is None:
         raise CallError(f"{data} does not exist: expected a file or a folder of pairs")
     files = files_in(place, (".json", ".jsonl"), split)
-    task = agreement_task("agreement", verb_in_input=False)
+    task = agreement_task(verb_in_input=False)
     return collected(task, _examples(files), limit, seed)
 
 

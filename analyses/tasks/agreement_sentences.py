@@ -21,10 +21,10 @@ _NOUNS = (*PEOPLE, *THINGS)
 Phrase = Literal["prepositional", "relative", "both"]
 
 
-def agreement_task(name: str, verb_in_input: bool, relevant: str | None = None) -> Task:
+def agreement_task(verb_in_input: bool, relevant: str | None = None) -> Task:
     """Return the task without examples: to choose the verb's form, or to tell its number once it is there."""
     return Task(
-        name=name,
+        name="agreement",
         examples=(),
         relevant=relevant or ("the subject and the verb" if verb_in_input else "the subject"),
         classes=NUMBERS if verb_in_input else (),
@@ -108,7 +108,7 @@ def agreement_sentences(
                 f"{wanted} sentences with {number} attractors were asked for, and {possible} different ones can be "
                 f"made: use a smaller limit, or more numbers of attractors"
             )
-    task = agreement_task("agreement", verb_in_input)
+    task = agreement_task(verb_in_input)
     found = _sentences(size, np.random.default_rng(seed), attractors, phrase, verb_in_input)
     return collected(task, found, limit)
 

@@ -51,7 +51,7 @@ def agreement_table(
     if place is None:
         raise CallError(f"{data} does not exist: expected a TSV file")
     files = files_in(place, (".tsv", ".tsv.gz"), split)
-    task = agreement_task("agreement", verb_in_input)
+    task = agreement_task(verb_in_input)
     return collected(task, _examples(files, verb_in_input), limit, seed)
 
 

@@ -7,7 +7,7 @@ from qkov.analyses.attention.compared_runs import ALL_TOKENS, ELSEWHERE
 from qkov.analyses.attention.dtap import dtap, dtap_differences
 from qkov.analyses.attention.intervals import EXACT, Bootstrap, mean_intervals
 from qkov.analyses.attention.relevance import RelevantAttention
-from qkov.analyses.attention.relevance_figures import READINGS, Thresholds, differences, summary
+from qkov.analyses.attention.relevance_figures import READINGS, Thresholds, relevance_differences, relevance_summary
 from qkov.analyses.attention.relevant_tokens import RIGHT
 from qkov.circuits.errors import CallError
 from scipy.stats import bootstrap
@@ -40,7 +40,9 @@ def value(table, figure, tokens=ALL_TOKENS, column="value"):
 
 def test_figures_by_hand():
     attention = np.array([0.9, 0.6, 0.5, 0.1])
-    found = summary(run(attention, np.array([0.9, 0.5, 0.9, 0.9]), np.array([0.6, 0.2, 0.2, 0.6])), settings=QUICK)
+    found = relevance_summary(
+        run(attention, np.array([0.9, 0.5, 0.9, 0.9]), np.array([0.6, 0.2, 0.2, 0.6])), settings=QUICK
+    )
     assert value(found, "MRTA") == pytest.approx(2.1 / 4)
     # Just a half is not above it.
     assert value(found, "AC") == 0.5
@@ -53,7 +55,7 @@ def test_figures_by_hand():
 
 def test_thresholds_are_parameters_and_are_in_the_reading():
     attention, probability = np.array([0.9, 0.6, 0.3]), np.array([0.2, 0.9, 0.9])
-    found = summary(run(attention, probability), Thresholds(0.25, 0.1), QUICK)
+    found = relevance_summary(run(attention, probability), Thresholds(0.25, 0.1), QUICK)
     assert value(found, "AC") == value(found, "ACMC") == 1.0
     readings = found.set_index("figure")["reading"]
     assert "above 0.25 and a probability of the right class above 0.1" in readings["ACMC"].iloc[0]
@@ -68,7 +70,9 @@ def test_sums_that_are_off_by_rounding_are_where_they_should_be():
     found = dtap(run(attention, np.ones(3)), FIFTHS, (0.0, 1.0), settings=QUICK)
     np.testing.assert_allclose(found.cells["percent"], [0, 100 / 3, 0, 0, 200 / 3], rtol=1e-12)
     assert found.outside == 0
-    assert value(summary(run(attention, np.ones(3)), Thresholds(attention=0.3), QUICK), "AC") == pytest.approx(2 / 3)
+    assert value(
+        relevance_summary(run(attention, np.ones(3)), Thresholds(attention=0.3), QUICK), "AC"
+    ) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_the_table_is_numpy_s_histogram(attention_edges, probability_edges, toke
 
 def test_intervals_are_those_of_the_mean_over_examples():
     given = drawn(200)
-    found = summary(given, settings=QUICK)
+    found = relevance_summary(given, settings=QUICK)
     above = (given.table["attention"] > 0.5) & (given.table["probability"] > 0.5)
     for figure, values in (("MRTA", given.table["attention"]), ("ACMC", above)):
         expected = mean_intervals(values.to_numpy(dtype=float)[None, None], QUICK)
@@ -114,13 +118,13 @@ def test_an_empty_cell_has_the_exact_interval_of_a_share():
     np.testing.assert_allclose(found["percent"], [0, 100], rtol=1e-15)
     np.testing.assert_allclose(found["high"], [100 * (1 - 0.025 ** (1 / 30)), 100], rtol=1e-9)
     np.testing.assert_allclose(found["low"], [0, 100 * 0.025 ** (1 / 30)], rtol=1e-9)
-    assert summary(run(np.full(30, 0.9)), settings=QUICK)["interval"].tolist()[1] == EXACT
+    assert relevance_summary(run(np.full(30, 0.9)), settings=QUICK)["interval"].tolist()[1] == EXACT
 
 
 def test_seeds_are_averaged_over_the_examples_that_all_have():
     one = run(np.array([0.1, 0.2, 0.9]), numbers=[3, 5, 7])
     other = run(np.array([0.7, 0.4, 0.8]), numbers=[7, 5, 9])
-    found = summary([one, other], settings=QUICK)
+    found = relevance_summary([one, other], settings=QUICK)
     assert value(found, "MRTA") == pytest.approx((0.2 + 0.9 + 0.4 + 0.7) / 4)
     assert set(found["examples"]) == {2}
     assert set(found["runs"]) == {2}
@@ -128,7 +132,7 @@ def test_seeds_are_averaged_over_the_examples_that_all_have():
 
 
 def test_examples_with_nothing_elsewhere_are_left_out_there_alone():
-    found = summary(run(np.array([0.1, 0.3, 0.8]), elsewhere=np.array([0.2, np.nan, 0.6])), settings=QUICK)
+    found = relevance_summary(run(np.array([0.1, 0.3, 0.8]), elsewhere=np.array([0.2, np.nan, 0.6])), settings=QUICK)
     assert value(found, "MRTA", ELSEWHERE) == pytest.approx(0.4)
     assert value(found, "MRTA", ELSEWHERE, "examples") == 2
     assert value(found, "MRTA", column="examples") == 3
@@ -138,7 +142,7 @@ def test_a_difference_is_of_pairs_and_narrower_than_of_two_samples():
     generator = np.random.default_rng(0)
     hard = generator.random(300) / 2
     one, other = run(hard + 0.3 + generator.random(300) / 50, hard), run(hard + generator.random(300) / 50, hard)
-    found = differences(one, other, settings=Bootstrap(resamples=999))
+    found = relevance_differences(one, other, settings=Bootstrap(resamples=999))
     pairs = one.table["attention"].to_numpy(), other.table["attention"].to_numpy()
     own = bootstrap(
         pairs,
@@ -154,7 +158,9 @@ def test_a_difference_is_of_pairs_and_narrower_than_of_two_samples():
     assert value(found, "MRTA", column="chance") == 0
     assert value(found, "MRTA", column="high") - value(found, "MRTA", column="low") < 0.01
     shuffled = RelevantAttention(other.table.sample(frac=1, random_state=0), RIGHT, ())
-    pd.testing.assert_frame_equal(differences(one, shuffled, settings=QUICK), differences(one, other, settings=QUICK))
+    pd.testing.assert_frame_equal(
+        relevance_differences(one, shuffled, settings=QUICK), relevance_differences(one, other, settings=QUICK)
+    )
 
 
 def test_differences_of_cells_are_those_of_two_tables():
@@ -165,7 +171,7 @@ def test_differences_of_cells_are_those_of_two_tables():
         np.testing.assert_allclose(found.cells[column], sides[0][column] - sides[1][column], atol=1e-12)
     assert found.cells["percent"].sum() == pytest.approx(0, abs=1e-9)
     assert found.outside == 0
-    same = differences(one, one, settings=QUICK)
+    same = relevance_differences(one, one, settings=QUICK)
     assert same[["value", "low", "high"]].abs().to_numpy().max() == 0
 
 
@@ -178,8 +184,8 @@ def test_what_cannot_be_tabled_is_refused():
     with pytest.raises(CallError, match="known of no example"):
         dtap(run(np.ones(3)), FIFTHS, FIFTHS)
     with pytest.raises(CallError, match="the runs have no example in common"):
-        summary([given, run(np.ones(2), numbers=[8, 9])])
+        relevance_summary([given, run(np.ones(2), numbers=[8, 9])])
     with pytest.raises(CallError, match="1 runs were given with 2 to compare them with"):
-        differences(given, [given, given])
+        relevance_differences(given, [given, given])
     with pytest.raises(CallError, match="at least one model, got none"):
-        summary([])
+        relevance_summary([])

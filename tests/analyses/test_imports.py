@@ -1,0 +1,14 @@
+"""What a notebook imports comes without the libraries that only some of it needs."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("package", ["tasks", "attention"])
+def test_importing_is_light(package):
+    heavy = {"transformers", "transformer_lens", "captum", "datasets", "matplotlib", "plotly"}
+    code = f"import sys, qkov.analyses.{package}; print(*({heavy} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == ""
