@@ -9,7 +9,7 @@ import pandas as pd
 from ..analyses.attention.explanation import Explanation
 from ..analyses.attention.explanation_tables import AGREEMENT, MASS, beyond_random
 from ..analyses.attention.faithfulness import MEASURED, RANDOM
-from .interval_cells import cell_of, only_row, share
+from .interval_cells import cell_of, row_where, share
 from .panels import Panel, Series, draw, swatch
 
 #: Most lines in a panel, one colour each.
@@ -65,8 +65,8 @@ def _is_it_faithful(table: pd.DataFrame, main: str) -> list[str]:
         ("comprehensiveness", "Without the first tokens", ("cost more than", "cost less than")),
         ("sufficiency", "With those alone", ("are worse to have alone than", "are better to have alone than")),
     ):
-        ours, theirs = (only_row(table, figure=measure, method=method)["value"] for method in (main, RANDOM))
-        beyond = only_row(table, figure=beyond_random(measure), method=main)
+        ours, theirs = (row_where(table, figure=measure, method=method)["value"] for method in (main, RANDOM))
+        beyond = row_where(table, figure=beyond_random(measure), method=main)
         above, below = beyond["low"] > 0, beyond["high"] < 0
         verdict = f"they {verdicts[0] if above else verdicts[1]}" if above or below else "that cannot be told from"
         sentences.append(

@@ -23,8 +23,9 @@ def cell_of(row: Any, column: str = "value") -> dict[str, Any]:
     }
 
 
-def only_row(table: pd.DataFrame, **where: str) -> Any:
-    """Return the first row whose columns have those values."""
+def row_where(table: pd.DataFrame, **where: str) -> dict[str, Any]:
+    """Return the one row whose columns have those values."""
     for column, value in where.items():
         table = table[table[column] == value]
-    return table.iloc[0]
+    (row,) = table.to_dict("records")
+    return {str(column): value for column, value in row.items()}

@@ -5,10 +5,11 @@ from typing import Any
 import pandas as pd
 
 from ..analyses.attention.compared_runs import ALL_TOKENS, ELSEWHERE
+from ..analyses.attention.dtap import dtap_grid
 from ..analyses.attention.explanation import Explanation
 from ..analyses.attention.measures import MEASURES
 from .heat_maps import HeatMap, draw_heat_map
-from .interval_cells import cell_of, only_row, share
+from .interval_cells import cell_of, row_where, share
 from .page import percent
 
 #: Most heads of a layer whose figures are written into the map.
@@ -24,41 +25,33 @@ def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
         return None
     shown = table[table["method"].isin(MEASURES)]
     figures = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["figure"])]
-    rows = [
-        {"method": method, "tokens": tokens, "cells": [cell_of(only_row(of_one, figure=name)) for name in figures]}
-        for tokens in (ALL_TOKENS, ELSEWHERE)
-        for method, of_one in shown[shown["tokens"] == tokens].groupby("method", sort=False)
-    ]
-    chances = [
-        {
-            "tokens": tokens,
-            "cells": [share(only_row(of_main, figure=name)["chance"]) for name in figures],
-        }
-        for tokens in (ALL_TOKENS, ELSEWHERE)
-        if len(of_main := shown[(shown["tokens"] == tokens) & (shown["method"] == main)])
-    ]
-    readings = {str(row["figure"]): str(row["reading"]) for row in shown.to_dict("records")}
+    groups = []
+    for tokens in (ALL_TOKENS, ELSEWHERE):
+        of_tokens = shown[shown["tokens"] == tokens]
+        of_main = of_tokens[of_tokens["method"] == main]
+        if of_main.empty:
+            continue
+        rows = [
+            {"method": method, "cells": [cell_of(row_where(of_one, figure=name)) for name in figures]}
+            for method, of_one in of_tokens.groupby("method", sort=False)
+        ]
+        chance = [share(row_where(of_main, figure=name)["chance"]) for name in figures]
+        groups.append({"tokens": tokens, "chance": chance, "rows": rows})
     return {
         "answer": _where_it_goes(explanation, shown),
         "figures": figures,
-        "readings": readings,
-        "groups": [
-            {
-                "tokens": chance["tokens"],
-                "chance": chance["cells"],
-                "rows": [r for r in rows if r["tokens"] == chance["tokens"]],
-            }
-            for chance in chances
-        ],
+        "readings": {str(row["figure"]): str(row["reading"]) for row in shown.to_dict("records")},
+        "groups": groups,
     }
 
 
 def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
     settings, relevant = explanation.description["settings"], explanation.description["task"]["relevant"]
-    row = only_row(table, figure="MRTA", tokens=ALL_TOKENS, method=settings["main"])
-    verdict = _verdict(
-        row, row["chance"], "More than chance", "Less than chance", "No more or less than chance can be told"
-    )
+    row = row_where(table, figure="MRTA", tokens=ALL_TOKENS, method=settings["main"])
+    if row["low"] > row["chance"]:
+        verdict = "More than chance"
+    else:
+        verdict = "Less than chance" if row["high"] < row["chance"] else "No more or less than chance can be told"
     sentences = [
         f"{verdict}: by {settings['main']}, {percent(row['value'], 3)} of what is attended to is on the relevant "
         f"tokens, {relevant} (95 % interval {percent(row['low'], 3)} to {percent(row['high'], 3)}, {row['examples']} "
@@ -88,13 +81,13 @@ def dtap_panels(explanation: Explanation) -> list[Any]:
         return []
     main = explanation.description["settings"]["main"]
     return [
-        _dtap_panel(cells, "percent", f"{main}, as measured", "as measured"),
-        _dtap_panel(cells, "chance", "if attention were uniform", "if attention were uniform"),
+        _dtap_panel(cells, "percent", f"{main}, as measured"),
+        _dtap_panel(cells, "chance", "if attention were uniform"),
     ]
 
 
-def _dtap_panel(cells: pd.DataFrame, column: str, title: str, kind: str) -> Any:
-    grid = cells.pivot(index="probability_from", columns="attention_from", values=column).sort_index(ascending=False)
+def _dtap_panel(cells: pd.DataFrame, column: str, title: str) -> Any:
+    grid = dtap_grid(cells, column)
     values = grid.to_numpy(dtype=float)
     across = [*grid.columns, cells["attention_to"].max()]
     upwards = [cells["probability_to"].max(), *grid.index]
@@ -107,7 +100,7 @@ def _dtap_panel(cells: pd.DataFrame, column: str, title: str, kind: str) -> Any:
     return draw_heat_map(
         HeatMap(
             title=title,
-            description=f"DTAP, percent of examples, {kind}: " + "; ".join(said),
+            description=f"DTAP, percent of examples, {title}: " + "; ".join(said),
             values=values,
             written=[[_whole_percent(value) for value in row] for row in values],
             x_label="attention on relevant tokens",
@@ -177,9 +170,3 @@ def _thinned(labels: pd.Index, most: int) -> list[str]:
     """Numbers as labels, of many only some."""
     apart = -(-len(labels) // most)
     return [str(label) if place % apart == 0 else "" for place, label in enumerate(labels)]
-
-
-def _verdict(row: Any, level: float, above: str, below: str, neither: str) -> str:
-    if row["low"] > level:
-        return above
-    return below if row["high"] < level else neither

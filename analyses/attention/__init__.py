@@ -3,7 +3,7 @@
 from .alternatives import Target
 from .attention_flow import attention_flow
 from .attribution import METHODS, Attributions, attribute
-from .dtap import Dtap, dtap, dtap_differences
+from .dtap import Dtap, dtap, dtap_differences, dtap_grid
 from .explanation import Explanation, explain
 from .explanation_files import read_explanation, write_explanation
 from .explanation_settings import ExplanationSettings
@@ -57,6 +57,7 @@ __all__ = [
     "attribute",
     "dtap",
     "dtap_differences",
+    "dtap_grid",
     "explain",
     "faithfulness",
     "fit_task",

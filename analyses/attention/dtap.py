@@ -29,11 +29,6 @@ class Dtap:
     examples: int
     outside: float
 
-    def grid(self, column: str = "percent") -> pd.DataFrame:
-        """Return a column of the cells as a table as it is drawn: attention to the right, probability upwards."""
-        grid = self.cells.pivot(index="probability_from", columns="attention_from", values=column)
-        return grid.sort_index(ascending=False)
-
 
 def dtap(
     runs: Runs,
@@ -78,6 +73,11 @@ def dtap_differences(
         CallError: as `dtap` and `relevance_differences` do.
     """
     return _dtap(partners(runs, others), attention_edges, probability_edges, tokens, settings)
+
+
+def dtap_grid(cells: pd.DataFrame, column: str = "percent") -> pd.DataFrame:
+    """Return a column of the cells as a table as it is drawn: attention to the right, probability upwards."""
+    return cells.pivot(index="probability_from", columns="attention_from", values=column).sort_index(ascending=False)
 
 
 _Places = Int[np.ndarray, "side run example"]

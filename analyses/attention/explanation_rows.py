@@ -10,7 +10,7 @@ from torch import Tensor
 from ...circuits.errors import QkovError
 from ..tasks.example import Example
 from .attention_rows import STREAMED, attention_rows
-from .attribution import attribute
+from .attribution import Attributions, attribute
 from .explanation_settings import ExplanationSettings
 from .length_buckets import length_buckets
 from .model import AttentionModel, Batch
@@ -67,13 +67,37 @@ def method_rows(
         QkovError: a figure is not finite, or a layer's weights cannot be read.
     """
     reading = settings.paper_reading
-    streamed = [name for name in settings.methods if name in STREAMED and not (reading and name == "rollout")]
-    found: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(examples) for name in streamed}
+    padded = ["rollout"] if reading is not None and "rollout" in settings.methods else []
+    streamed = [name for name in settings.methods if name in STREAMED and name not in padded]
+    found, readouts = _streamed_rows(model, examples, streamed, settings, heads, progress)
+    if reading is not None and padded:
+        found["rollout"] = _padded_rows(model, examples, reading, settings.batch_tokens, progress)
+    # Every method explains the same alternative, which none has to find again.
+    asked = [replace(example, label=target) for example, target in zip(examples, targets, strict=True)]
+    deltas = None
+    for name in settings.methods:
+        if name not in found:
+            attributions = _attributions(model, asked, name, settings, progress)
+            found[name] = attributions.rows
+            deltas = attributions.deltas or deltas
+    return MethodRows({name: found[name] for name in settings.methods}, readouts, deltas)
+
+
+def _streamed_rows(
+    model: AttentionModel,
+    examples: Sequence[Example],
+    measures: list[str],
+    settings: ExplanationSettings,
+    heads: HeadSink,
+    progress: Progress,
+) -> tuple[dict[str, list[Float64[Tensor, " _position"]]], list[int]]:
+    """Rows of the measures that need maps alone, and where they are read."""
+    found: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(examples) for name in measures}
     readouts = [0] * len(examples)
     done = 0
     for bucket in length_buckets([len(example.tokens) for example in examples], settings.batch_tokens):
         batch = Batch.of([examples[index] for index in bucket], model.pad)
-        given = attention_rows(model, batch, streamed, settings.rollout)
+        given = attention_rows(model, batch, measures, settings.rollout)
         heads(batch, given.heads, given.readout)
         for place, index in enumerate(bucket):
             readouts[index] = int(given.readout[place])
@@ -81,31 +105,25 @@ def method_rows(
                 found[name][index] = rows[place, : len(examples[index].tokens)]
         done += len(bucket)
         progress(done, len(examples), "attention maps")
-    # Every method explains the same alternative, which none has to find again.
-    asked = [replace(example, label=target) for example, target in zip(examples, targets, strict=True)]
-    deltas = None
-    for name in settings.methods:
-        if name in found:
-            continue
-        if reading is not None and name == "rollout":
-            found[name] = _padded_rows(model, examples, reading, settings.batch_tokens, progress)
-            continue
-        try:
-            attributions = attribute(
-                model,
-                asked,
-                name,
-                target="label",
-                steps=settings.steps,
-                seed=settings.seed,
-                batch_tokens=max(1, settings.batch_tokens // _HELD_FOR_GRADIENTS),
-                progress=lambda done, total, name=name: progress(done, total, name),
-            )
-        except QkovError as error:
-            raise type(error)(f"{name}: {error}") from error
-        found[name] = attributions.rows
-        deltas = attributions.deltas or deltas
-    return MethodRows({name: found[name] for name in settings.methods}, readouts, deltas)
+    return found, readouts
+
+
+def _attributions(
+    model: AttentionModel, asked: Sequence[Example], method: str, settings: ExplanationSettings, progress: Progress
+) -> Attributions:
+    try:
+        return attribute(
+            model,
+            asked,
+            method,
+            target="label",
+            steps=settings.steps,
+            seed=settings.seed,
+            batch_tokens=max(1, settings.batch_tokens // _HELD_FOR_GRADIENTS),
+            progress=lambda done, total: progress(done, total, method),
+        )
+    except QkovError as error:
+        raise type(error)(f"{method}: {error}") from error
 
 
 def _padded_rows(

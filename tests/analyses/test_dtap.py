@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from qkov.analyses.attention.compared_runs import ALL_TOKENS, ELSEWHERE
-from qkov.analyses.attention.dtap import dtap, dtap_differences
+from qkov.analyses.attention.dtap import dtap, dtap_differences, dtap_grid
 from qkov.analyses.attention.intervals import EXACT, Bootstrap, mean_intervals
 from qkov.analyses.attention.relevance import RelevantAttention
 from qkov.analyses.attention.relevance_figures import READINGS, Thresholds, relevance_differences, relevance_summary
@@ -93,7 +93,7 @@ def test_the_table_is_numpy_s_histogram(attention_edges, probability_edges, toke
         for column, name in zip(("percent", "chance"), names, strict=True):
             counts, _, _ = np.histogram2d(table[name], table["probability"], [attention_edges, probability_edges])
             np.testing.assert_allclose(found.cells[column], counts.flatten() / 5, atol=1e-12)
-            np.testing.assert_allclose(found.grid(column), np.flipud(counts.T) / 5, atol=1e-12)
+            np.testing.assert_allclose(dtap_grid(found.cells, column), np.flipud(counts.T) / 5, atol=1e-12)
         assert found.outside == pytest.approx(100 - found.cells["percent"].sum(), abs=1e-12)
         assert found.examples == 500
     assert found.cells["attention_to"].iloc[-1] == attention_edges[-1]
