@@ -1,7 +1,7 @@
 """How much each token counts for a prediction: captum's attributions and others to compare with, behind one call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -84,7 +84,7 @@ def attribute(
     done = 0
     for bucket in length_buckets([len(question.run.tokens) for question in questions], batch_tokens):
         given = _Inputs.of(model, [questions[index] for index in bucket], baseline)
-        options = _Options(target, steps, batch_tokens, seed, bucket)
+        options = _Options(steps, batch_tokens, seed, bucket)
         figures, delta = METHODS[method](model, given, options)
         for place, index in enumerate(bucket):
             row = figures[place, : len(examples[index].tokens)].detach().double().cpu()
@@ -125,6 +125,7 @@ class _Question:
 
 
 def _question(model: AttentionModel, example: Example, target: int) -> _Question:
+    example = replace(example, label=target)
     if model.classifies or not example.continuations:
         return _Question(example, (target,))
     return _Question(example, example.continuations[target])
@@ -141,7 +142,7 @@ class _Inputs:
         places: at which the outputs are read.
         wanted: which output there; log-probabilities are summed over the places.
         counted: false where an example has fewer places than others.
-        examples: without the tokens of their continuations.
+        examples: without the tokens of their continuations; the label is the alternative that is explained.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -228,7 +229,6 @@ def _log_probability(model: AttentionModel, maps: MapSink | None = None) -> Call
 class _Options:
     """Of the call, and the numbers of a batch's examples."""
 
-    target: Target
     steps: int
     batch_tokens: int
     seed: int
@@ -307,10 +307,10 @@ def _random(_model: AttentionModel, given: _Inputs, options: _Options) -> _Found
 
 
 def _measure(name: str) -> "_Method":
-    def of(model: AttentionModel, given: _Inputs, options: _Options) -> _Found:
+    def of(model: AttentionModel, given: _Inputs, _options: _Options) -> _Found:
         batch = Batch.of(given.examples, model.pad)
         if name == "gradient rollout":
-            return gradient_rollout(model, batch, options.target), None
+            return gradient_rollout(model, batch, "label"), None
         return MEASURES[name](model, batch), None
 
     return of

@@ -8,6 +8,7 @@ import pytest
 import torch
 from qkov.analyses.attention.alternatives import demand_target
 from qkov.analyses.attention.attribution import METHODS, attribute
+from qkov.analyses.attention.gradient_rollout import gradient_rollout
 from qkov.analyses.attention.measures import MEASURES
 from qkov.analyses.attention.model import AttentionModel, Batch
 from qkov.analyses.attention.predictions import predictions
@@ -268,6 +269,22 @@ def test_measures_of_attention_are_among_the_methods(name):
     wanted = MEASURES[name](adapted, Batch.of(SENTENCES, adapted.pad))
     for number, row in enumerate(rows):
         torch.testing.assert_close(row, wanted[number, : len(row)], rtol=1e-6, atol=1e-8)
+
+
+def test_gradient_rollout_explains_the_continuation_that_is_predicted_as_a_whole():
+    adapted = TransformersCausalLM(CAUSAL[0].build())
+    tokens = (11, 12, 13, 14)
+    with torch.no_grad():
+        first = adapted.logits(torch.tensor([tokens]), torch.ones(1, 4, dtype=torch.bool))[0, -1]
+        likely, second = first.topk(2).indices.tolist()
+        after = adapted.logits(torch.tensor([(*tokens, likely)]), torch.ones(1, 5, dtype=torch.bool))[0, -1]
+    # It begins with the likeliest token and goes on with the unlikeliest.
+    example = Example(tokens=tokens, label=0, continuations=((likely, int(after.argmin())), (second,)))
+    found = attribute(adapted, [example], "gradient rollout")
+    assert found.targets == [1]
+    of_each = [gradient_rollout(adapted, Batch.of([replace(example, label=one)], 0), "label")[0] for one in (0, 1)]
+    torch.testing.assert_close(found.rows[0], of_each[1], rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(of_each[0], of_each[1], rtol=1e-2)
 
 
 def test_chance_is_the_seed_s_and_the_example_s_alone():
