@@ -1,6 +1,5 @@
 """Models of transformers as the measures see them: the same logits and maps as their own, whatever the batch."""
 
-import gc
 import weakref
 from functools import partial
 from typing import Any
@@ -110,7 +109,6 @@ def test_maps_are_handed_on_and_not_kept(tiny):
 
     with torch.no_grad():
         adapted.logits(tokens, mask, maps=watch)
-    gc.collect()
     assert len(alive) == 2
     assert all(given() is None for given in alive)
 
