@@ -17,6 +17,7 @@ from qkov.analyses.attention.perturbation import PAPER
 from qkov.analyses.tasks.example import Example, Task
 from qkov.circuits.errors import CallError, QkovError
 
+from .task_texts import label
 from .tiny_models import CAUSAL
 from .toy_attention import ToyAttention, batch_of, kept_maps
 from .word_tokens import word_tokeniser
@@ -48,7 +49,7 @@ def test_examples_say_what_the_model_makes_of_them(toy):
         best = int(probabilities.argmax())
         assert row["predicted"] == best
         assert row["answer"] == "abc"[best]
-        assert row["right_answer"] == "abc"[example.label]
+        assert row["right_answer"] == "abc"[label(example)]
         assert row["correct"] == (best == example.label)
         assert row["probability"] == pytest.approx(float(probabilities[best]), abs=1e-12)
         assert row["right"] == pytest.approx(float(probabilities[example.label]), abs=1e-12)
