@@ -1,9 +1,8 @@
 """The alternatives that a model chooses among, classes or continuations: which is meant, and how probable it is."""
 
-from collections.abc import Sequence
+import math
 from typing import Literal, get_args
 
-import numpy as np
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -43,34 +42,32 @@ def label_of(example: Example, number: int, alternatives: int | None = None) -> 
 def probability_of(
     log_probabilities: Float64[Tensor, " alternative"], chosen: int, *, among_alternatives: bool = False
 ) -> float:
-    """Return the probability of an alternative: among all that the model can say, or among the alternatives alone."""
+    """Return the probability of an alternative.
+
+    Args:
+        log_probabilities: of an example's alternatives, as `predictions` gives them.
+        chosen: which one.
+        among_alternatives: whether it is the probability among the alternatives alone, as it is in any case among the
+            classes of a classifier; else it is that in the whole vocabulary.
+    """
     if among_alternatives:
         log_probabilities = log_probabilities.log_softmax(dim=0)
     return float(log_probabilities[chosen].exp())
 
 
-def label_probabilities(
-    examples: Sequence[Example],
-    log_probabilities: Sequence[Float64[Tensor, " _alternative"]],
+def label_probability(
+    example: Example,
+    number: int,
+    log_probabilities: Float64[Tensor, " alternative"],
     *,
     among_alternatives: bool = False,
-) -> Float64[np.ndarray, " example"]:
-    """Return the probability of each example's label; NaN where there is none.
-
-    Args:
-        examples: with or without labels.
-        log_probabilities: of the alternatives of each, as `predictions` gives them.
-        among_alternatives: whether it is the probability among the alternatives alone, as it is in any case among the
-            classes of a classifier; else it is that in the whole vocabulary.
+) -> float:
+    """Return the probability of an example's label, NaN where it has none; arguments as of the functions above.
 
     Raises:
-        CallError: there are not as many, or a label is none of the alternatives.
+        CallError: the label is none of the alternatives.
     """
-    if len(examples) != len(log_probabilities):
-        raise CallError(f"log-probabilities of {len(log_probabilities)} examples were given for {len(examples)}")
-    found = np.full(len(examples), np.nan)
-    for number, (example, given) in enumerate(zip(examples, log_probabilities, strict=True)):
-        if example.label is not None:
-            label = label_of(example, number, len(given))
-            found[number] = probability_of(given, label, among_alternatives=among_alternatives)
-    return found
+    if example.label is None:
+        return math.nan
+    label = label_of(example, number, len(log_probabilities))
+    return probability_of(log_probabilities, label, among_alternatives=among_alternatives)

@@ -8,12 +8,9 @@ from jaxtyping import Float64, Int
 
 from ...circuits.errors import CallError
 from ..tasks.example import Example, Task
-from .alternatives import label_probabilities, probability_of
+from .alternatives import label_probability, probability_of
 from .model import AttentionModel
-from .predictions import predictions
-
-#: How many examples' predictions are had at once: each may be as large as the vocabulary.
-_AT_ONCE = 256
+from .predictions import each_prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,19 +56,16 @@ def answers(
     """
     examples = task.in_tokens
     predicted, probability, right = [], [], []
-    for start in range(0, len(examples), _AT_ONCE):
-        some = examples[start : start + _AT_ONCE]
-        found = predictions(model, some, batch_tokens=batch_tokens)
-        if task.classes and len(found[0]) != len(task.classes):
+    for number, given in enumerate(each_prediction(model, examples, batch_tokens=batch_tokens)):
+        if task.classes and len(given) != len(task.classes):
             raise CallError(
-                f"{model.name} has {len(found[0])} classes, and {task.name} has {len(task.classes)} "
+                f"{model.name} has {len(given)} classes, and {task.name} has {len(task.classes)} "
                 f"({', '.join(task.classes)}); expected a model that was trained for them"
             )
-        right.append(label_probabilities(some, found, among_alternatives=among_alternatives))
-        for given in found:
-            best = int(given.argmax())
-            predicted.append(best)
-            probability.append(probability_of(given, best, among_alternatives=among_alternatives))
+        best = int(given.argmax())
+        predicted.append(best)
+        probability.append(probability_of(given, best, among_alternatives=among_alternatives))
+        right.append(label_probability(examples[number], number, given, among_alternatives=among_alternatives))
         if progress is not None:
-            progress(len(predicted), len(examples))
-    return Answers(np.array(predicted), np.array(probability), np.concatenate(right))
+            progress(number + 1, len(examples))
+    return Answers(np.array(predicted), np.array(probability), np.array(right))

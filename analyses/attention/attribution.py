@@ -14,7 +14,7 @@ from .gradient_rollout import gradient_rollout
 from .length_buckets import length_buckets
 from .measures import MEASURES
 from .model import AttentionModel, Batch, MapSink
-from .predictions import continued, demand_fitting, predictions
+from .predictions import continued, demand_fitting, each_prediction
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def attribute(
 
 def _targets(model: AttentionModel, examples: Sequence[Example], target: Target, batch_tokens: int) -> list[int]:
     if target == "predicted":
-        return [int(found.argmax()) for found in predictions(model, examples, batch_tokens=batch_tokens)]
+        return [int(found.argmax()) for found in each_prediction(model, examples, batch_tokens=batch_tokens)]
     return [
         label_of(example, number, None if model.classifies else len(example.continuations) or None)
         for number, example in enumerate(examples)

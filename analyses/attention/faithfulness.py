@@ -18,13 +18,11 @@ from .intervals import DEFAULT, Bootstrap, mean_intervals
 from .map_checks import demand_rows
 from .model import AttentionModel
 from .perturbation import ERASER, Perturbation, keeping, kept_places, merged
-from .predictions import predictions
+from .predictions import each_prediction, predictions
 
 #: The name that rankings drawn at random have among the methods.
 RANDOM = "random"
 MEASURED = ("comprehensiveness", "sufficiency")
-#: How many examples' predictions are had at once: each may be as large as the vocabulary.
-_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -226,19 +224,17 @@ class _Inputs:
 def _questions(
     model: AttentionModel, parts: Sequence[_Part], target: Target, among_alternatives: bool, batch_tokens: int
 ) -> Iterator[_Question]:
-    for start in range(0, len(parts), _AT_ONCE):
-        some = parts[start : start + _AT_ONCE]
-        answers = predictions(model, [part.example for part in some], batch_tokens=batch_tokens)
-        for part, answer in zip(some, answers, strict=True):
-            example = part.example
-            chosen = int(answer.argmax()) if target == "predicted" else label_of(example, part.number, len(answer))
-            probability = probability_of(answer, chosen, among_alternatives=among_alternatives)
-            if model.classifies or (among_alternatives and example.continuations):
-                yield _Question(example, chosen, probability)
-                continue
-            # The other alternatives need not be asked of the perturbed inputs.
-            asked = example.continuations[chosen] if example.continuations else (chosen,)
-            yield _Question(replace(example, continuations=(asked,)), 0, probability)
+    answers = each_prediction(model, [part.example for part in parts], batch_tokens=batch_tokens)
+    for part, answer in zip(parts, answers, strict=True):
+        example = part.example
+        chosen = int(answer.argmax()) if target == "predicted" else label_of(example, part.number, len(answer))
+        probability = probability_of(answer, chosen, among_alternatives=among_alternatives)
+        if model.classifies or (among_alternatives and example.continuations):
+            yield _Question(example, chosen, probability)
+            continue
+        # The other alternatives need not be asked of the perturbed inputs.
+        asked = example.continuations[chosen] if example.continuations else (chosen,)
+        yield _Question(replace(example, continuations=(asked,)), 0, probability)
 
 
 def _rankings(

@@ -1,6 +1,6 @@
 """What a model predicts for many examples: the log-probability of each alternative, in length-bucketed batches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,9 @@ from ...circuits.errors import CallError
 from ..tasks.example import Example
 from .length_buckets import length_buckets
 from .model import AttentionModel, Batch
+
+#: How many examples' predictions are had at once by `each_prediction`.
+_AT_ONCE = 256
 
 
 def predictions(
@@ -64,6 +67,16 @@ def predictions(
         if progress is not None:
             progress(done, len(ordered))
     return found
+
+
+def each_prediction(
+    model: AttentionModel, examples: Sequence[Example], *, batch_tokens: int = 8192
+) -> Iterator[Float64[Tensor, "_alternative"]]:
+    """Yield what `predictions` returns, some examples at a time: each may be as large as the vocabulary."""
+    for number, example in enumerate(examples):
+        demand_fitting(model, example, number)
+    for start in range(0, len(examples), _AT_ONCE):
+        yield from predictions(model, examples[start : start + _AT_ONCE], batch_tokens=batch_tokens)
 
 
 def demand_fitting(model: AttentionModel, example: Example, number: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from qkov.analyses.attention.length_buckets import length_buckets
-from qkov.analyses.attention.predictions import predictions
+from qkov.analyses.attention.predictions import each_prediction, predictions
 from qkov.analyses.attention.transformers_models import (
     TransformersCausalLM,
     TransformersClassifier,
@@ -14,6 +14,7 @@ from qkov.analyses.attention.transformers_models import (
 from qkov.analyses.tasks.example import Example
 from qkov.circuits import CallError
 
+from .bag_of_words import BagOfWords
 from .tiny_models import CAUSAL, CLASSIFIERS, MASK, MASKED, VOCABULARY
 
 
@@ -156,3 +157,13 @@ def test_buckets_hold_every_index_once_and_no_more_than_their_tokens():
     assert length_buckets([500, 1], 100) == [[0], [1]]
     with pytest.raises(CallError, match="batch_tokens should be at least 1, got 0"):
         length_buckets([1], 0)
+
+
+def test_predictions_some_at_a_time_are_those_of_all_and_name_examples_by_their_number():
+    bag = BagOfWords([0.0, 0.3, -0.7, 1.1])
+    examples = [Example(tokens=(1 + number % 3, 1 + number // 3 % 3)) for number in range(600)]
+    found = list(each_prediction(bag, examples, batch_tokens=64))
+    torch.testing.assert_close(torch.stack(found), torch.stack(predictions(bag, examples)), rtol=0, atol=0)
+    bag.context = 2
+    with pytest.raises(CallError, match="example 599 has 3 tokens, and bag of words takes at most 2"):
+        list(each_prediction(bag, [*examples[:-1], Example(tokens=(1, 2, 3))]))

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.attention.alternatives import label_probabilities
+from qkov.analyses.attention.alternatives import label_probability
 from qkov.analyses.attention.head_relevance import HeadRelevance
 from qkov.analyses.attention.model import Batch
 from qkov.analyses.attention.readout_rows import readout_rows
@@ -217,14 +217,12 @@ def test_every_head_against_a_plain_loop_over_the_maps():
 
 
 def test_probabilities_of_labels():
-    given = [Example((1,), label=1), Example((1,)), Example((1,), label=0)]
-    logs = [torch.tensor(values, dtype=torch.float64).log() for values in ([0.2, 0.3], [0.5, 0.5], [0.1, 0.3])]
-    np.testing.assert_allclose(label_probabilities(given, logs), [0.3, np.nan, 0.1], rtol=1e-12)
-    np.testing.assert_allclose(
-        label_probabilities(given, logs, among_alternatives=True), [0.6, np.nan, 0.25], rtol=1e-12
-    )
-    with pytest.raises(CallError, match=r"example 0 has the label 1; expected one of its 1 alternatives"):
-        label_probabilities(given[:1], [torch.zeros(1, dtype=torch.float64)])
+    logs = torch.tensor([0.2, 0.3], dtype=torch.float64).log()
+    assert label_probability(Example((1,), label=1), 0, logs) == pytest.approx(0.3)
+    assert label_probability(Example((1,), label=1), 0, logs, among_alternatives=True) == pytest.approx(0.6)
+    assert math.isnan(label_probability(Example((1,)), 0, logs))
+    with pytest.raises(CallError, match=r"example 4 has the label 2; expected one of its 2 alternatives, from 0"):
+        label_probability(Example((1,), label=2), 4, logs)
 
 
 def test_what_cannot_be_measured_is_refused():
