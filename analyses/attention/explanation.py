@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from ..tasks.example import Example, Task
 from .alternatives import label_of
@@ -17,8 +20,9 @@ from .explanation_tables import curve_table, example_table, method_table, token_
 from .faithfulness import RANDOM, faithfulness
 from .head_relevance import HeadRelevance
 from .model import AttentionModel
+from .paper_readout import PaperReading
 from .plausibility import plausibility
-from .relevance import RelevantAttention, relevance_of
+from .relevance import Relevance, RelevantAttention, relevance_of
 from .relevance_figures import relevance_summary
 from .relevant_tokens import Counting
 from .tokenisers import written
@@ -110,7 +114,7 @@ def explain(
         batch_tokens=settings.batch_tokens,
         progress=lambda done, total: note(done, total, "perturbed inputs"),
     )
-    relevant = _relevant(model, examples, rows, found, counting)
+    relevant = _relevant(model, examples, rows, found, settings)
     agreement = plausibility(examples, rows.rows) if relevant else None
     main = relevant.get(settings.main)
     summaries = [
@@ -136,17 +140,22 @@ def explain(
 
 
 def _relevant(
-    model: AttentionModel, examples: Sequence[Example], rows: MethodRows, found: Answers, counting: Counting
+    model: AttentionModel, examples: Sequence[Example], rows: MethodRows, found: Answers, settings: ExplanationSettings
 ) -> dict[str, RelevantAttention]:
     """The attention of each method on relevant tokens; of signed attributions, what speaks for the target.
 
     A method whose weights are nowhere above zero where there is a relevant token has none.
     """
     has_relevant = [example.relevance is not None for example in examples]
+    counting, reading = Counting(convention=settings.convention), settings.paper_reading
     relevant = {}
     for name, given in rows.rows.items():
         positive = [row.clamp_min(0) for row in given]
-        if any(has and bool(row.any()) for has, row in zip(has_relevant, positive, strict=True)):
+        if not any(has and bool(row.any()) for has, row in zip(has_relevant, positive, strict=True)):
+            continue
+        if reading is not None and name == "rollout":
+            relevant[name] = _of_padded_sequences(model, examples, positive, reading, found)
+        else:
             relevant[name] = relevance_of(
                 examples,
                 positive,
@@ -156,6 +165,24 @@ def _relevant(
                 settings=counting,
             )
     return relevant
+
+
+def _of_padded_sequences(
+    model: AttentionModel,
+    examples: Sequence[Example],
+    rows: Sequence[Float64[Tensor, " _position"]],
+    reading: PaperReading,
+    found: Answers,
+) -> RelevantAttention:
+    """The paper's reading; chance is over all that attention could go to, padding that is not masked among it."""
+    batch = reading.batch(examples, model.pad)
+    padded = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        own = row[: reading.padded_length]
+        padded[place, : len(own)] = own
+    relevance = Relevance(model.causal, Counting(convention="paper"))
+    relevance.update(batch, padded, reading.readout(batch), probabilities=found.right)
+    return relevance.compute()
 
 
 def _silent(done: int, total: int, what: str) -> None:

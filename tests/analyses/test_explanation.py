@@ -170,6 +170,7 @@ def test_probabilities_are_among_the_continuations_where_every_example_has_some(
     two = logits[[21, 22]].double().softmax(dim=0)
     first = explanation.examples.iloc[0]
     assert first["right"] == pytest.approx(float(two[1]), abs=1e-6)
+    assert first["probability"] == pytest.approx(float(two.max()), abs=1e-6)
     assert first["right_answer"] == word_tokeniser().decode([22])
     assert explanation.description["probability"] == "continuations"
     found = answers(model, task, among_alternatives=False)
@@ -186,6 +187,22 @@ def test_the_papers_convention_reads_padded_sequences_and_counts_examples_withou
     assert explanation.examples["attention"].iloc[-1] == 0
     assert explanation.description["settings"]["convention"] == "paper"
     assert explanation.faithfulness["cut"].unique().tolist() == [0.05]
+
+
+@pytest.mark.parametrize(("pad_mask", "length"), [(False, 9), (True, 7), (True, 6)])
+def test_uniform_attention_is_at_chance_in_the_papers_convention_too(pad_mask, length):
+    model = ToyAttention(layers=1)
+    model.blocks[0]["W_Q"].zero_()
+    reading = PaperReading(pad_mask=pad_mask, padded_length=length)
+    settings = ExplanationSettings(methods=FEW, perturbation=PAPER, paper_reading=reading)
+    explanation = explain(model, toy_task(), settings)
+    # The second token of as many as are seen; of a sequence without padding the paper reads at the first.
+    seen = [length if not pad_mask else 0 if tokens >= length else tokens for tokens in LENGTHS[:-1]]
+    expected = [1 / tokens if tokens else 0.0 for tokens in seen] + [0.0]
+    np.testing.assert_allclose(explanation.examples["attention"], expected, rtol=1e-12)
+    np.testing.assert_allclose(explanation.examples["chance"], expected, rtol=1e-12)
+    mean = explanation.relevance.query("figure == 'MRTA' and method == 'rollout' and tokens == 'all tokens'")
+    np.testing.assert_allclose(mean[["value", "chance"]], [[np.mean(expected)] * 2], rtol=1e-12)
 
 
 def test_a_model_of_other_classes_is_refused():
