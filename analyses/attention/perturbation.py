@@ -18,7 +18,8 @@ from .paper_convention import PADDED_LENGTH, PAPER_CUT, Convention, demand_conve
 ERASER_CUTS = (0.01, 0.05, 0.1, 0.2, 0.5)
 
 #: `deletion`: the token goes and those behind it move up, in their order. `mask token`: the model's mask token stands
-#: in its place. `attention mask`: it keeps its place, and nothing attends to it.
+#: in its place. `attention mask`: it keeps its place, and nothing attends to it; but models that count positions by the
+#: mask, as OPT and BLOOM do, move up those behind it.
 Removal = Literal["deletion", "mask token", "attention mask"]
 
 

@@ -59,6 +59,14 @@ def test_posts_have_the_label_of_the_majority_and_a_mask_an_annotator(folder):
     assert task.attention_bins == (0.0, 0.33, 0.66, 1.0)
 
 
+def test_half_of_the_annotators_are_no_majority(tmp_path):
+    posts = [post("1_gab", ("normal", "offensive"), [], ["a"]), post("2_gab", ("normal", "normal"), [], ["b"])]
+    (tmp_path / "dataset.json").write_text(json.dumps({one["post_id"]: one for one in posts}))
+    task = load_task("hatexplain", tmp_path)
+    assert [example.id for example in texts(task)] == ["2_gab"]
+    assert dict(task.left_out) == {"whose label is undecided": 1}
+
+
 def test_splits_are_those_of_the_divisions(folder):
     assert [example.id for example in load_task("hatexplain", folder, split="train").examples] == ["1_gab", "2_gab"]
     test = load_task("hatexplain", folder / "dataset.json", split="test")
