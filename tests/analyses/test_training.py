@@ -137,8 +137,9 @@ def test_no_step_is_larger_than_it_says(imbalance, spread):
                 old, new = (getattr(state.attention_weights(run), name)().dense() for state in (before, after))
                 moves.append(float((new - old).norm() / old.norm()))
             falls = float(1 - after.loss[run] / before.loss[run])
-            # To first order; what is over is of the second.
-            assert max(*moves, falls) < step * (1 + 2 * step)
+            # To first order; what is over is of the second, by how much depends on the directions that the start takes
+            # among equal singular values.
+            assert max(*moves, falls) < step * (1 + 4 * step)
             limits.append((*moves, falls))
     # Somewhere each circuit, and the loss, moves by as much as it may.
     assert all(largest > step * (1 - 2 * step) for largest in np.array(limits).max(axis=0))
