@@ -62,22 +62,42 @@ class Unsupported:
     whole: bool = False
 
 
+_UNSUPPORTED = "unsupported"
+
+
 @cache
 def architectures() -> dict[str, Architecture]:
     """Return every family by its key."""
-    found = {}
-    for resource in sorted(_FAMILIES.iterdir(), key=lambda each: each.name):
-        key, _, suffix = resource.name.rpartition(".")
-        if suffix == "toml" and key != "unsupported":
-            found[key] = Architecture(key=key, **_with_tuples(tomllib.loads(resource.read_text(encoding="utf-8"))))
-    return found
+    return {key: _architecture(key) for key in _texts() if key != _UNSUPPORTED}
+
+
+def architecture_of(model_type: str) -> Architecture | None:
+    """Return the family of a model_type, of all the files reading only those that have the word in them."""
+    for key, text in _texts().items():
+        if key != _UNSUPPORTED and f'"{model_type}"' in text and model_type in _architecture(key).model_types:
+            return _architecture(key)
+    return None
 
 
 @cache
 def unsupported() -> tuple[Unsupported, ...]:
     """Return what is named and skipped."""
-    text = _FAMILIES.joinpath("unsupported.toml").read_text(encoding="utf-8")
-    return tuple(Unsupported(**_with_tuples(entry)) for entry in tomllib.loads(text)["unsupported"])
+    return tuple(Unsupported(**_with_tuples(entry)) for entry in tomllib.loads(_texts()[_UNSUPPORTED])["unsupported"])
+
+
+@cache
+def _texts() -> dict[str, str]:
+    resources = sorted(_FAMILIES.iterdir(), key=lambda each: each.name)
+    return {
+        resource.name.removesuffix(".toml"): resource.read_text(encoding="utf-8")
+        for resource in resources
+        if resource.name.endswith(".toml")
+    }
+
+
+@cache
+def _architecture(key: str) -> Architecture:
+    return Architecture(key=key, **_with_tuples(tomllib.loads(_texts()[key])))
 
 
 def _with_tuples(table: dict[str, Any]) -> dict[str, Any]:

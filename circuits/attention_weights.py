@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -182,8 +183,8 @@ class AttentionWeights:
             for name in ("W_O", "b_O"):
                 written = getattr(self, name)
                 if written is not None:
-                    written = written.double()
-                    folded[name] = written - written.mean(dim=-1, keepdim=True)
+                    centred = written.to(torch.float64, copy=True)
+                    folded[name] = centred.sub_(centred.mean(dim=-1, keepdim=True))
         return replace(self, **folded, norm=_without_gain(norm), stored_basis=basis)
 
     def qk(self, basis: Basis = "raw", rotary_offset: int = 0) -> Circuit:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from .spectrum import upcast
+from .spectrum import multiply, upcast
 
 #: raw: the weights as they are stored. folded: the gain of the norm in front multiplied into what reads the residual
 #: stream, which for LayerNorm is centred too, as LayerNorm takes the mean away. folded_centred: what is written is
@@ -46,7 +46,7 @@ class Norm:
         """b + bias W, in float64; None where neither is there."""
         if self.bias is None:
             return None if b is None else upcast(b)
-        folded = upcast(self.bias) @ upcast(W)
+        folded = multiply(self.bias[None], W).squeeze(-2)
         return folded if b is None else folded + upcast(b)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .architectures import Architecture, architectures, skipped, unsupported
+from .architectures import Architecture, architecture_of, architectures, skipped, unsupported
 from .attention_weights import AttentionWeights
 from .config_holes import Config, cases, filled, look_up
 from .errors import CallError, QkovError
@@ -93,9 +93,9 @@ def _by_model_type(model_type: str, file: TensorFile) -> Architecture:
             raise QkovError(
                 f"{file.address} is {entry.title} (model_type {model_type!r}), which is not measured: {entry.reason}"
             )
-    for architecture in architectures().values():
-        if model_type in architecture.model_types:
-            return architecture
+    architecture = architecture_of(model_type)
+    if architecture is not None:
+        return architecture
     fitting = _fitting(file, None)
     hint = (
         f"its tensor names fit {', '.join(fitting)}: --family {next(iter(fitting))} reads it so, with the "
