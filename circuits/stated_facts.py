@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from .rope_scaling import scaled_rotary
 from .rotary import Rotary
 
 
-class Unknown(Enum):
+class Unknown(StrEnum):
     """Stands for a fact that nothing told, which is another thing than one that is not there."""
 
     UNKNOWN = "unknown"

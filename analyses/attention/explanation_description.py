@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..tasks.example import Task
-from ..trajectories.track import versions
+from ..trajectories.versions import versions
 from .explanation_rows import MethodRows
 from .explanation_settings import ExplanationSettings
 from .faithfulness import Faithfulness

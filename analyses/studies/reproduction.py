@@ -20,7 +20,8 @@ from ..dynamics.starts import aligned_start
 from ..dynamics.step_sizes import RelativeStep
 from ..dynamics.training import State, train
 from ..trajectories.store import RunStore
-from ..trajectories.track import TaskDirections, track, versions
+from ..trajectories.track import TaskDirections, track
+from ..trajectories.versions import versions
 
 FORMAT = "qkov reproduction 1"
 _DESCRIPTION = "reproduction.json"

@@ -1,7 +1,6 @@
 """Circuits over training: every checkpoint of a run measured, into a run store that can be resumed."""
 
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,8 +16,9 @@ from .engines import Engine, WorkerLostError, engine_named
 from .measuring import TaskDirections, View
 from .store import RunStore
 from .sweep import Measurement
+from .versions import versions
 
-__all__ = ["TaskDirections", "Tracked", "track", "versions"]
+__all__ = ["TaskDirections", "Tracked", "track"]
 
 
 @dataclass(frozen=True)
@@ -150,11 +150,6 @@ def track(
     return _measure(measurements, target, chosen, progress)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what the figures depend on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in ("qkov", "torch", "numpy")}}
-
-
 def _measure(
     measurements: list[Measurement],
     store: RunStore,
@@ -194,7 +189,7 @@ def _source(run: Path | str) -> str:
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as run.json gives them back, to be compared with it."""
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(json.dumps(settings))
 
 
 def _pinned_reference(
