@@ -1,6 +1,7 @@
 """The torch.nn.MultiheadAttention modules of a model as mappings: the modules say what the names of a file do not."""
 
 import re
+from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,20 @@ from .stated_facts import UNKNOWN
 
 @dataclass(frozen=True)
 class FoundModules:
-    """One mapping for each kind of attention in a layer, and the biases that torch keeps joined, taken apart."""
+    """One mapping for each kind of attention in a layer, and the biases that torch keeps joined.
+
+    Attributes:
+        mappings: one for each kind.
+        joined: for the name of each bias that is part of another tensor, that tensor's name and which third it is.
+    """
 
     mappings: tuple[Mapping, ...]
-    biases: dict[str, Tensor]
+    joined: dict[str, tuple[str, int]]
+
+    def apart(self, tensors: Dictionary[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the model with the joined biases taken apart beside them."""
+        parts = {name: tensors[whole].chunk(3)[third] for name, (whole, third) in self.joined.items()}
+        return {**tensors, **parts}
 
 
 def has_attention_modules(model: nn.Module) -> bool:
@@ -34,7 +45,7 @@ def mappings_of(model: nn.Module) -> FoundModules:
         QkovError: modules that differ only in the number of their layer are not alike.
     """
     tables: dict[str, dict[str, Any]] = {}
-    biases: dict[str, Tensor] = {}
+    joined: dict[str, tuple[str, int]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -50,11 +61,11 @@ def mappings_of(model: nn.Module) -> FoundModules:
                 f"open the parts of the model that are alike by themselves"
             )
         if module.in_proj_bias is not None and module.in_proj_weight is None:
-            parts = zip(SCORES_IN, module.in_proj_bias.chunk(3), strict=True)
-            biases |= {_join(path, f"in_proj_bias.{part}"): bias for part, bias in parts}
+            whole = _join(path, "in_proj_bias")
+            joined |= {f"{whole}.{part}": (whole, third) for third, part in enumerate(SCORES_IN)}
     stacks = {template: {} if len(tables) == 1 else {"stack": template.replace(".{layer}", "")} for template in tables}
     origin = "its torch.nn.MultiheadAttention modules"
-    return FoundModules(tuple(parse_mapping(table | stacks[at], origin) for at, table in tables.items()), biases)
+    return FoundModules(tuple(parse_mapping(table | stacks[at], origin) for at, table in tables.items()), joined)
 
 
 def _numbered(path: str) -> str:

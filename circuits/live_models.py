@@ -60,14 +60,14 @@ def open_model(
     if mapping is not None and len(given) > 1:
         raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
     address = f"the model {type(model).__name__}"
-    tensors, config = model.state_dict(), _config_of(model, address)
+    tensors, config = model.state_dict(), config_of(model, address)
     demand_no_adapters(tensors, address)
     if mapping is not None:
         return OpenCheckpoint(LiveWeights(tensors, address), Recognised(f"by {mapping.origin}", (mapping,)))
     if not given and (config is None or "model_type" not in config) and has_attention_modules(model):
         found = mappings_of(model)
         how = "by its torch.nn.MultiheadAttention modules"
-        return OpenCheckpoint(LiveWeights(tensors | found.biases, address), Recognised(how, found.mappings))
+        return OpenCheckpoint(LiveWeights(found.apart(tensors), address), Recognised(how, found.mappings))
     file = unwrapped(LiveWeights(tensors, address, config))
     return OpenCheckpoint(file, recognise(file, family, heads, prefix))
 
@@ -87,8 +87,8 @@ def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:
         return None, str(error)
 
 
-def _config_of(model: nn.Module, address: str) -> dict[str, Any] | None:
-    """The config of the model, or of the one model inside it that has one, as when it was wrapped for training."""
+def config_of(model: nn.Module, address: str) -> dict[str, Any] | None:
+    """Return the config of the model, or of the one model inside it that has one, as of one wrapped for training."""
     found: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         config = None if _lies_in(name, found) else _plain(getattr(module, "config", None))

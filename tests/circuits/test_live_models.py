@@ -10,6 +10,7 @@ import torch
 import transformers
 from qkov.circuits import CallError, QkovError, open_model
 from qkov.circuits.attention_weights import BIASES
+from qkov.circuits.live_parameters import LiveParameters
 from qkov.circuits.mapping import parse_mapping
 from qkov.circuits.reading import open_checkpoint
 from torch import nn
@@ -232,3 +233,39 @@ def test_attention_modules_that_differ_from_layer_to_layer_are_refused():
     model = nn.Sequential(nn.MultiheadAttention(24, 3), nn.MultiheadAttention(24, 4))
     with pytest.raises(QkovError, match=r"the attention modules \{layer\} differ from layer to layer"):
         open_model(model)
+
+
+def test_gradients_are_read_as_the_weights_are():
+    """What belongs to a fused projection comes apart as it does itself: against autograd through the split weights."""
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    attention(x, x, x, need_weights=False)[0].square().sum().backward()
+    (gradient,) = LiveParameters(attention).read(lambda parameter: parameter.grad).layers()
+    (weights,) = LiveParameters(attention).read(lambda parameter: parameter).layers()
+
+    split = {name: getattr(weights, name).clone().requires_grad_() for name in ("W_Q", "W_K", "W_V", "W_O")}
+    biases = {name: getattr(weights, name).clone().requires_grad_() for name in ("b_Q", "b_K", "b_V", "b_O")}
+    queries, keys, values = (
+        torch.einsum("bpd,hde->bhpe", x, split[f"W_{side}"]) + biases[f"b_{side}"][:, None] for side in "QKV"
+    )
+    pattern = (queries @ keys.mT / 2).softmax(dim=-1)
+    written = torch.einsum("bhpe,hed->bpd", pattern @ values, split["W_O"]) + biases["b_O"]
+    written.square().sum().backward()
+    for name, tensor in (split | biases).items():
+        torch.testing.assert_close(getattr(gradient, name), tensor.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_parameters_of_a_model_that_keeps_its_attention_elsewhere_are_refused():
+    class Blocks(torch.nn.Module):
+        """Weights that no parameter of a known name holds."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cfg = SimpleNamespace(n_heads=1)
+            self.shared = torch.nn.Parameter(torch.randn(4, 1, 3, 3))
+            attention = SimpleNamespace(**dict(zip(("W_Q", "W_K", "W_V", "W_O"), self.shared, strict=True)))
+            self.blocks = [SimpleNamespace(attn=attention)]
+
+    with pytest.raises(QkovError, match="not kept in parameters of known names"):
+        LiveParameters(Blocks())
