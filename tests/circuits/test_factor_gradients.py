@@ -1,0 +1,199 @@
+"""What the gradients of the factors say of a step, against dense matrices and autograd of the product itself."""
+
+import numpy as np
+import pytest
+import torch
+from qkov.circuits import CallError, Circuit
+from qkov.circuits.factor_gradients import (
+    LARGEST_DISAGREEMENT,
+    OMEGA_FIGURES,
+    STEP_FIGURES,
+    change,
+    exact_step_of,
+    gradient_agreement,
+    omega_factors,
+    step_figures,
+)
+
+RATE = 1e-3
+
+
+def drawn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def low_rank(rows, columns, rank):
+    return drawn(2, rows, rank) @ drawn(2, rank, columns)
+
+
+def factors(kind):
+    torch.manual_seed(0)
+    return {
+        "ordinary": lambda: (drawn(2, 12, 4), drawn(2, 4, 9)),
+        "one singular": lambda: (low_rank(12, 4, 2), drawn(2, 4, 9)),
+        "both singular": lambda: (low_rank(12, 4, 3), low_rank(4, 9, 2)),
+        "one zero": lambda: (torch.zeros(2, 12, 4, dtype=torch.float64), drawn(2, 4, 9)),
+        "wider inside": lambda: (drawn(2, 3, 6), drawn(2, 6, 5)),
+        "badly scaled": lambda: (drawn(2, 12, 4) * torch.tensor([1, 1e-3, 1e-6, 1e-9]), drawn(2, 4, 9)),
+        "of two sizes": lambda: (1e6 * drawn(2, 12, 4), 1e-6 * drawn(2, 4, 9)),
+    }[kind]()
+
+
+KINDS = ("ordinary", "one singular", "both singular", "one zero", "wider inside", "badly scaled", "of two sizes")
+
+
+def loss_of(C):
+    torch.manual_seed(1)
+    read = drawn(7, C.shape[-1])
+    return (C @ read.mT).tanh().square().sum() + (drawn(*C.shape) * C).sum()
+
+
+def gradients_of(A, B):
+    """By autograd: of the factors, and of the product as a leaf."""
+    A, B = A.clone().requires_grad_(), B.clone().requires_grad_()
+    C = (A @ B).detach().requires_grad_()
+    (G,) = torch.autograd.grad(loss_of(C), C)
+    return *torch.autograd.grad(loss_of(A @ B), (A, B)), G
+
+
+def dense_omega(C, G):
+    """By the dense singular value decomposition, C = U S V: (CC')^{1/2} = U S U' and (C'C)^{1/2} = V'S V."""
+    U, S, V = (torch.from_numpy(part) for part in np.linalg.svd(C.numpy(), full_matrices=False))
+    return (U * S[:, None]) @ U.mT @ G + G @ V.mT @ (S[..., None] * V)
+
+
+def dense_exact(A, B, G):
+    return A @ A.mT @ G + G @ B.mT @ B
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_steps_are_those_of_the_dense_gradient(kind):
+    A, B = factors(kind)
+    G_A, G_B, G = gradients_of(A, B)
+    circuit, gradients = Circuit(A, B), Circuit(G_A, G_B)
+    exact = dense_exact(A, B, G)
+    torch.testing.assert_close(exact_step_of(circuit, gradients).dense(), exact, rtol=0, atol=1e-13 * exact.norm())
+    omega = dense_omega(A @ B, G)
+    found = exact_step_of(omega_factors(circuit), gradients).dense()
+    torch.testing.assert_close(found, omega, rtol=0, atol=1e-13 * A.norm() * B.norm() * G.norm())
+    assert (gradient_agreement(circuit, gradients) < 1e-12).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_those_of_the_dense_steps(kind):
+    A, B = factors(kind)
+    G_A, G_B, G = gradients_of(A, B)
+    after = A - RATE * (G_A + 0.3 * drawn(*A.shape)), B - RATE * (G_B + 0.3 * drawn(*B.shape))
+    figures = step_figures(Circuit(A, B), Circuit(G_A, G_B), Circuit(*after))
+    assert tuple(figures) == STEP_FIGURES
+    exact, omega = dense_exact(A, B, G), dense_omega(A @ B, G)
+    taken = after[0] @ after[1] - A @ B
+    flat = {"exact": exact.flatten(1), "omega": omega.flatten(1), "taken": taken.flatten(1)}
+    sizes = {name: step.norm(dim=1) for name, step in flat.items()}
+
+    def cosine(one, other):
+        return (flat[one] * flat[other]).sum(1) / (sizes[one] * sizes[other])
+
+    expected = {
+        "exact_step_norm": sizes["exact"],
+        "omega_step_norm": sizes["omega"],
+        "omega_cosine": cosine("omega", "exact"),
+        "omega_relative_error": (flat["omega"] - flat["exact"]).norm(dim=1) / sizes["exact"],
+        "taken_step_norm": sizes["taken"],
+        "taken_exact_cosine": -cosine("taken", "exact"),
+        "taken_omega_cosine": -cosine("taken", "omega"),
+        "taken_rate": -(flat["taken"] * flat["exact"]).sum(1) / sizes["exact"].square(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(figures[name], value, rtol=1e-6, atol=1e-12, equal_nan=True, msg=name)
+    assert (kind == "one zero") == bool(figures["omega_cosine"].isnan().all())
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5, 1e-9])
+def test_omega_is_the_exact_step_where_the_factors_balance(size):
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(drawn(2, rows, 4)).Q for rows in (12, 9))
+    rotation = torch.linalg.qr(drawn(4, 4)).Q
+    scale = size * torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64).diag().sqrt()
+    A, B = left @ scale @ rotation, rotation.mT @ scale @ right.mT
+    G_A, G_B, _ = gradients_of(A, B)
+    figures = step_figures(Circuit(A, B), Circuit(G_A, G_B), Circuit(A - RATE * G_A, B - RATE * G_B))
+    torch.testing.assert_close(figures["omega_cosine"], torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-10)
+    assert (figures["omega_relative_error"] < 1e-10).all()
+
+
+def test_a_step_of_gradient_descent_is_the_exact_step_and_one_of_second_order():
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    circuit, gradients = Circuit(A, B), Circuit(G_A, G_B)
+    after = Circuit(A - RATE * G_A, B - RATE * G_B)
+    exact = exact_step_of(circuit, gradients).dense()
+    expected = -RATE * exact + RATE**2 * G_A @ G_B
+    torch.testing.assert_close(change(circuit, after).dense(), expected, rtol=1e-11, atol=1e-12)
+    rate = step_figures(circuit, gradients, after)["taken_rate"]
+    second = (G_A @ G_B * exact).sum((1, 2)) / exact.square().sum((1, 2))
+    torch.testing.assert_close(rate, RATE - RATE**2 * second, rtol=1e-11, atol=0)
+
+
+def test_the_smallest_steps_are_measured():
+    """Whole multiples of powers of two, so that the factors after the step are exact; the products would not be."""
+    A, B = factors("ordinary")
+    A, D = ((1024 * matrix).round() / 1024 for matrix in (A, drawn(*A.shape)))
+    small = 2.0**-29
+    figures = step_figures(Circuit(A, B), Circuit(D @ B @ B.mT, A.mT @ D @ B), Circuit(A + small * D, B))
+    torch.testing.assert_close(figures["taken_step_norm"], small * (D @ B).flatten(1).norm(dim=1), rtol=1e-12, atol=0)
+
+
+def test_gradients_of_no_product_have_no_omega():
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    circuit, after = Circuit(A, B), Circuit(A - G_A, B - G_B)
+    apart = Circuit(G_A + 0.1 * G_A.norm() / A.norm() * A, G_B)
+    disagreeing = step_figures(circuit, apart, after)
+    assert (disagreeing["gradient_agreement"] > LARGEST_DISAGREEMENT).all()
+    told = step_figures(circuit, Circuit(G_A, G_B), after, of_product=False)
+    for figures in (disagreeing, told):
+        for name in STEP_FIGURES:
+            assert bool(figures[name].isnan().all()) == (name in OMEGA_FIGURES), name
+    torch.testing.assert_close(
+        disagreeing["exact_step_norm"], (A @ G_B + apart.left @ B).flatten(1).norm(dim=1), rtol=1e-12, atol=0
+    )
+
+
+@pytest.mark.parametrize("where", ["factors", "gradients", "after"])
+def test_what_is_not_finite_spares_its_neighbours(where):
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    given = {"factors": [A, B], "gradients": [G_A, G_B], "after": [A - G_A, B - G_B]}
+    wanted = step_figures(*(Circuit(*pair) for pair in given.values()))
+    given[where][1] = given[where][1].clone()
+    given[where][1][0, 0, 0] = torch.nan
+    found = step_figures(*(Circuit(*pair) for pair in given.values()))
+    of_step_alone = {name for name in STEP_FIGURES if name.startswith("taken_")}
+    missing = {
+        "factors": set(STEP_FIGURES),
+        "gradients": set(STEP_FIGURES) - {"taken_step_norm"},
+        "after": of_step_alone,
+    }
+    for name in STEP_FIGURES:
+        torch.testing.assert_close(found[name][1], wanted[name][1], rtol=1e-9, atol=0)
+        assert bool(found[name][0].isnan()) == (name in missing[where]), name
+
+
+def test_single_precision_is_taken_as_it_is():
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    pairs = [(A, B), (G_A, G_B), (A - RATE * G_A, B - RATE * G_B)]
+    single = [Circuit(left.float(), right.float()) for left, right in pairs]
+    same = [Circuit(left.float().double(), right.float().double()) for left, right in pairs]
+    for name, figure in step_figures(*single).items():
+        torch.testing.assert_close(figure, step_figures(*same)[name], rtol=1e-12, atol=0)
+
+
+def test_what_has_no_factors_or_other_shapes_is_refused():
+    A, B = factors("ordinary")
+    circuit = Circuit(A, B)
+    with pytest.raises(CallError, match="needs a circuit with factors, got a collapsed one"):
+        step_figures(circuit, Circuit(A @ B), circuit)
+    with pytest.raises(CallError, match=r"the gradients should be of the factors' shapes: left is \[2, 12, 4\], got"):
+        step_figures(circuit, Circuit(A[:, 1:], B), circuit)
