@@ -18,6 +18,7 @@ from ...circuits.factored import Circuit
 from ...circuits.norms import BASES, Basis
 from ...circuits.reading import OpenCheckpoint
 from ...circuits.scales import FACTOR_FIGURES, measure
+from .layers_in_memory import LayersInMemory
 from .motion import MOTION, effective_ratio, motion
 
 #: Where ||W_QK(offset)|| of a rotary model is measured.
@@ -27,12 +28,15 @@ ROTARY_OFFSETS = [0, *(2**power for power in range(11))]
 GROUP_FIGURES = ("omega_largest", "omega_mean", "omega_self", *FACTOR_FIGURES)
 
 
+Layers = OpenCheckpoint | LayersInMemory
+
+
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of the run, opened."""
+    """A checkpoint of the run, opened, or the layers of a model at a step of its training."""
 
     checkpoint: Checkpoint
-    weights: OpenCheckpoint
+    weights: Layers
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class View:
                 return cls(known, rotary_offset)
         raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
 
-    def layers(self, opened: OpenCheckpoint) -> Iterator[AttentionWeights]:
+    def layers(self, opened: Layers) -> Iterator[AttentionWeights]:
         """Yield the layers of a checkpoint in the basis."""
         for weights in opened.layers():
             yield weights.in_basis(self.basis)
@@ -83,7 +87,7 @@ class View:
         """Return the circuits of a layer that is in the basis."""
         return weights.circuits(self.basis, self.offset(weights))
 
-    def demand_possible(self, opened: OpenCheckpoint) -> None:
+    def demand_possible(self, opened: Layers, address: str) -> None:
         """Refuse a basis or an offset that the checkpoint does not have, at the first layers that tell.
 
         Raises:
@@ -94,7 +98,7 @@ class View:
                 return
         if self.rotary_offset:
             raise CallError(
-                f"{opened.file.address} has no layer with rotary positions, so W_QK is the same at every offset: "
+                f"{address} has no layer with rotary positions, so W_QK is the same at every offset: "
                 f"leave the rotary offset {self.rotary_offset} out"
             )
 

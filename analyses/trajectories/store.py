@@ -135,11 +135,31 @@ class RunStore:
 
     def write(self, step: int, key: str, rows: list[dict[str, Any]]) -> None:
         """Write the figures of a step: one row for each layer, head and circuit."""
-        schema = IDENTITY
-        for name in rows[0]:
-            if name not in IDENTITY.names:
-                schema = schema.append(pa.field(name, LISTS.get(name, pa.float64())))
-        self._write(self.path(step), key, pa.Table.from_pylist(rows, schema=schema))
+        self._write(self.path(step), key, _table(rows))
+
+    def add_columns(self, names: list[str]) -> None:
+        """Add columns of figures that are missing throughout, so that all files of steps have the same ones."""
+        for path in map(self.path, self.steps()):
+            table = self._open(path)
+            for name in names:
+                table = table.append_column(name, pa.nulls(len(table), pa.float64()))
+            self._write(path, (table.schema.metadata or {}).get(_KEY, b"").decode(), table)
+
+    def columns(self) -> list[str]:
+        """Return the columns of the files of steps; none where there is no file.
+
+        Raises:
+            QkovError: the first file is damaged.
+        """
+        steps = self.steps()
+        return self._open(self.path(steps[0])).column_names if steps else []
+
+    def drop_after(self, step: int) -> list[int]:
+        """Delete the files of all later steps, and return these."""
+        dropped = [later for later in self.steps() if later > step]
+        for later in dropped:
+            self.path(later).unlink(missing_ok=True)
+        return dropped
 
     def write_composition(self, step: int, key: str, columns: dict[str, Any]) -> None:
         """Write the composition scores of a step, a column for each field of `COMPOSITION`."""
@@ -164,8 +184,7 @@ class RunStore:
         steps = self.steps()
         if not steps:
             raise CallError(f"{self.folder} holds no measured checkpoint yet")
-        table = self._read([self.path(step) for step in steps])
-        return table.sort_values(["step", "stack", "layer", "head", "circuit"], ignore_index=True)
+        return _in_order(self._read([self.path(step) for step in steps]))
 
     def composition_steps(self) -> list[int]:
         """Return the steps whose composition scores are there, in order."""
@@ -183,11 +202,35 @@ class RunStore:
             raise CallError(f"{self.folder} holds no composition scores of step {step}; track with --composition")
         return self._read([path])
 
+    def _open(self, path: Path) -> pa.Table:
+        try:
+            return pq.read_table(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise QkovError(f"{path} is damaged ({error}): delete it") from error
+
     def _read(self, paths: list[Path]) -> pd.DataFrame:
         try:
             return dataset([str(path) for path in paths], format="parquet").to_table().to_pandas()
         except (pa.ArrowInvalid, OSError) as error:
             raise QkovError(f"a file in {paths[0].parent} is damaged ({error}): delete it and track again") from error
+
+
+def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return rows as `RunStore.table` would, were they in a store."""
+    return _in_order(_table(rows).to_pandas())
+
+
+def _in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table's rows in the order of step, stack, layer, head and circuit."""
+    return table.sort_values(["step", "stack", "layer", "head", "circuit"], ignore_index=True)
+
+
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    schema = IDENTITY
+    for name in dict.fromkeys(column for row in rows for column in row):
+        if name not in IDENTITY.names:
+            schema = schema.append(pa.field(name, LISTS.get(name, pa.float64())))
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def _name(step: int) -> str:

@@ -106,7 +106,7 @@ def track(
     fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
     # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
     first = options.open(checkpoints[0].address)
-    view.demand_possible(first)
+    view.demand_possible(first, first.file.address)
     target.describe(
         {
             "source": source,

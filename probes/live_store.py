@@ -1,0 +1,91 @@
+"""The run store of a model in training: written step by step, and readable at any moment."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ..analyses.trajectories.store import RunStore, table_of
+from ..circuits.errors import CallError
+
+
+class LiveStore:
+    """A run store that grows with training, each step written whole.
+
+    Attributes:
+        dropped: the steps that were deleted as training went on from an earlier one.
+    """
+
+    def __init__(self, folder: Path | str, description: dict[str, Any], start: int, resume: bool) -> None:
+        """Name the store; nothing is written yet.
+
+        Args:
+            folder: of the store.
+            description: what run.json says; its source and settings are what a store to go on with has to agree in.
+            start: the first step, whose weights are there now.
+            resume: go on with a store, whose steps after `start` are deleted.
+
+        Raises:
+            CallError: the store is there and is not to be gone on with, or is of another run.
+        """
+        self._store = RunStore(folder)
+        self._description, self._start = json.loads(json.dumps(description)), start
+        self.dropped: list[int] = []
+        self._columns: list[str] = []
+        if self._store.exists():
+            self._demand_same(self._store.description(), resume)
+
+    def begin(self) -> bool:
+        """Write run.json and delete what lies after the start; say whether the start itself is still to be written."""
+        self._store.describe(self._description)
+        self.dropped = self._store.drop_after(self._start)
+        self._columns = self._store.columns()
+        return self._start not in self._store.steps()
+
+    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the figures of a step. All files get the same columns, so that they are read as one table."""
+        if self._columns and (added := [name for name in rows[0] if name not in self._columns]):
+            self._store.add_columns(added)
+        self._columns = list(dict.fromkeys([*self._columns, *rows[0]]))
+        rows = [dict.fromkeys(self._columns) | row for row in rows]
+        key = {"live": self._description["source"], "settings": self._description["settings"], "step": step}
+        self._store.write(step, json.dumps(key | {"qkov": version("qkov")}, sort_keys=True), rows)
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows."""
+        return self._store.table()
+
+    def _demand_same(self, found: dict[str, Any], resume: bool) -> None:
+        folder, source = self._store.folder, found.get("source")
+        if not resume or not found.get("live"):
+            way = ", or go on with it by resume=True and start=STEP" if found.get("live") else ""
+            raise CallError(f"{folder} already holds the run {source}: give another folder{way}")
+        for key in ("source", "settings"):
+            if found.get(key) != self._description[key]:
+                raise CallError(
+                    f"{folder} was made with another {key} ({json.dumps(found.get(key))} instead of "
+                    f"{json.dumps(self._description[key])}): give another folder"
+                )
+
+
+class MemoryStore:
+    """What stands in for a run store where none is wanted."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self.dropped: list[int] = []
+        self._rows: dict[int, list[dict[str, Any]]] = {}
+
+    def begin(self) -> bool:
+        """Say that the start is to be written."""
+        return True
+
+    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Hold the figures of a step."""
+        self._rows[step] = rows
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows."""
+        return table_of([row for rows in self._rows.values() for row in rows])
