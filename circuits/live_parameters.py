@@ -54,13 +54,15 @@ class LiveParameters:
             raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
         self.model = model
         self._address = f"the model {type(model).__name__}"
-        self._config = config_of(model, self._address)
+        hooked = not given and has_weight_interface(model)
+        # The parts of TransformerLens' models may have configs of their own; the model itself tells its heads.
+        self._config = None if hooked else config_of(model, self._address)
         self._modules: FoundModules | None = None
         tensors = self.tensors()
         demand_no_adapters(tensors, self._address)
         if mapping is not None:
             self.recognised = Recognised(f"by {mapping.origin}", (mapping,))
-        elif not given and has_weight_interface(model):
+        elif hooked:
             self.recognised = self._of_hooked(model)
         elif not given and "model_type" not in (self._config or {}) and has_attention_modules(model):
             self._modules = mappings_of(model)
