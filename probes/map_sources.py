@@ -1,0 +1,133 @@
+"""Where the attention maps of a live model come from, whatever library it is of."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from ..circuits.errors import CallError
+
+#: The stack of layers and the number of the layer in it.
+LayerKey = tuple[str, int]
+#: What a mask is called where a model is called with one.
+ENCODER_MASKS = ("attention_mask", "one_zero_attention_mask")
+DECODER_MASKS = ("decoder_attention_mask",)
+CROSS_MASKS = ("encoder_attention_mask",)
+
+
+@dataclass(frozen=True, eq=False)
+class GivenMap:
+    """One layer's attention map, as the model gave it.
+
+    Attributes:
+        key: the layer.
+        attention: its map; rows need not sum to 1.
+        is_self: whether queries and keys are the same sequence, the queries its last positions.
+        real_keys: true where a key is a token, if the layer itself was told.
+    """
+
+    key: LayerKey
+    attention: Float[Tensor, "batch head query key"]
+    is_self: bool = True
+    real_keys: Bool[Tensor, "batch key"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GivenRows:
+    """What one layer's single row of attention for each sequence measures, where there are no positions.
+
+    Attributes:
+        key: the layer.
+        values: by measure, for each sequence and head; NaN where there is none.
+    """
+
+    key: LayerKey
+    values: Mapping[str, Float[Tensor, "sequence head"]]
+
+
+#: Takes maps, or what was measured of rows, as the layers give them.
+Receiver = Callable[[GivenMap | GivenRows], None]
+
+
+class MapSource(ABC):
+    """A model whose maps can be had while it runs.
+
+    Attributes:
+        name: of the model, for messages.
+        keys: its layers.
+        called_with_masks: whether the arguments of a call say which tokens there are.
+    """
+
+    called_with_masks = True
+    name: str
+    keys: tuple[LayerKey, ...]
+
+    @abstractmethod
+    def attach(self, receive: Receiver) -> list[Callable[[], None]]:
+        """Hand every map on as it comes, and return what ends it."""
+
+    def mask_names(self, stack: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the names that the masks of the queries and of the keys of a stack go by in a call."""
+        if stack == "decoder" and self.has_encoder:
+            return DECODER_MASKS, DECODER_MASKS
+        if stack == "decoder cross":
+            return DECODER_MASKS, ENCODER_MASKS
+        if stack == "cross":
+            return ENCODER_MASKS, CROSS_MASKS
+        return ENCODER_MASKS, ENCODER_MASKS
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether there is an encoder beside a decoder."""
+        stacks = {stack for stack, _ in self.keys}
+        return "encoder" in stacks or "decoder cross" in stacks
+
+    def during(self) -> AbstractContextManager[None]:
+        """Prepare for a call of the model, and return what has to hold while it runs."""
+        return nullcontext()
+
+
+def numbered(paths: list[str]) -> dict[str, LayerKey]:
+    """Return stack and number of modules by their paths: a stack is what differs in the first number alone.
+
+    The stack of a path is what stands before that number; one that is alone has no name.
+    """
+    templates = {path: ".".join(part for part in path.split(".") if not part.isdigit()) for path in paths}
+    stacks = list(dict.fromkeys(templates.values()))
+    counts = dict.fromkeys(stacks, 0)
+    found: dict[str, LayerKey] = {}
+    for path, template in templates.items():
+        found[path] = ("" if len(stacks) == 1 else template, counts[template])
+        counts[template] += 1
+    return found
+
+
+def unwrapped_model(model: Any) -> nn.Module:
+    """Return the model that is called in the end.
+
+    Raises:
+        CallError: it is no module, or one into which no hook reaches.
+    """
+    import torch
+
+    if not isinstance(model, nn.Module):
+        raise CallError(f"expected a torch.nn.Module to put the probe on, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module
+    if isinstance(model, nn.DataParallel):
+        raise CallError("nn.DataParallel copies the model for every call; put the probe on model.module and call that")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CallError(f"{type(model).__name__} is a TorchScript module, which runs no hooks; give the model itself")
+    compiled = hasattr(model, "_orig_mod") or any(
+        getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()
+    )
+    if compiled:
+        raise CallError(
+            "the model is compiled, and compiled code passes by the places where maps are taken; put the probe on the "
+            "model before torch.compile, and call that"
+        )
+    return model

@@ -1,0 +1,118 @@
+"""A probe's findings as a picture: a grid of layers and heads for each measure, and maps where some were kept."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from ..circuits.errors import CallError
+from .probe_tables import COLUMNS
+
+#: Of all lines and letters, to be replaced by the page's own colour.
+FOREGROUND = "#1b1b1d"
+_STYLE: dict[Any, Any] = {
+    "axes.edgecolor": FOREGROUND,
+    "axes.labelcolor": FOREGROUND,
+    "axes.linewidth": 0.5,
+    "axes.titlesize": 9,
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "image.cmap": "viridis",
+    "svg.fonttype": "path",
+    "text.color": FOREGROUND,
+    "xtick.color": FOREGROUND,
+    "ytick.color": FOREGROUND,
+}
+_PER_ROW = 4
+#: Labels of more tokens than this could not be read.
+_LABELLED = 60
+
+MapKey = tuple[int, int] | tuple[str, int, int]
+
+
+def draw(
+    table: pd.DataFrame,
+    maps: Mapping[MapKey, Float[Tensor, "query key"]],
+    *,
+    measures: Sequence[str] | None = None,
+    tokens: Sequence[str] | None = None,
+) -> Figure:
+    """Return the picture.
+
+    Args:
+        table: of a probe.
+        maps: of one example.
+        measures: columns of the table; all that were measured if not given.
+        tokens: labels of the tokens of the example.
+
+    Raises:
+        CallError: a measure is no column, or labels are not as many as a map has keys.
+    """
+    known = [name for name in COLUMNS if name in table and bool(table[name].notna().any())]
+    unknown = [name for name in measures or () if name not in table or name not in COLUMNS]
+    if unknown:
+        raise CallError(f"the table has the measures {', '.join(known)}; got {', '.join(unknown)}")
+    # Chance is the same in all heads, and stands in the title of what it is the chance of.
+    names = list(measures) if measures else [name for name in known if not name.startswith("chance")]
+    stacks = list(table.groupby("stack", sort=False)) if "stack" in table else [("", table)]
+    panels = len(names) * len(stacks) + len(maps)
+    rows, columns = -(-panels // _PER_ROW), min(panels, _PER_ROW)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(2.9 * max(columns, 1), 2.5 * max(rows, 1)), layout="constrained")
+        places = [figure.add_subplot(rows, columns, place + 1) for place in range(panels)]
+        drawn = iter(places)
+        for stack, part in stacks:
+            for name in names:
+                _grid(next(drawn), part, name, str(stack))
+        for key, attention in maps.items():
+            _map(next(drawn), key, attention, tokens)
+    return figure
+
+
+def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:
+    layers = list(dict.fromkeys(table["layer"]))
+    values = table.pivot(index="layer", columns="head", values=name).loc[layers].to_numpy(dtype=float)
+    top = float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
+    image = axes.imshow(values, vmin=0.0, vmax=top or 1.0, aspect="auto", interpolation="nearest")
+    chance = name.replace("relevant", "chance")
+    beside = ""
+    if chance != name and chance in table:
+        beside = f"\nchance {table[chance].mean():.2f}"
+    axes.set_title(f"{stack} {name.replace('_', ' ')}".strip() + beside)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
+    _bar(axes, image)
+
+
+def _map(axes: Axes, key: MapKey, attention: Float[Tensor, "query key"], tokens: Sequence[str] | None) -> None:
+    *stack, layer, head = key
+    image = axes.imshow(attention.float().numpy(), vmin=0.0, vmax=1.0, interpolation="nearest")
+    axes.set_title(f"{' '.join(map(str, stack))} layer {layer}, head {head}".strip())
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    queries, keys = attention.shape
+    if tokens is not None and len(tokens) != keys:
+        raise CallError(f"{len(tokens)} labels of tokens were given for a map of {keys} keys")
+    if tokens is not None and keys <= _LABELLED:
+        # A dollar sign would begin a formula.
+        labels = [token.replace("$", r"\$") for token in tokens]
+        size = min(7.0, 130 / keys)
+        axes.set_xticks(range(keys), labels, rotation=90, fontsize=size)
+        axes.set_yticks(range(queries), labels[keys - queries :], fontsize=size)
+    _bar(axes, image)
+
+
+def _bar(axes: Axes, image: Any) -> None:
+    figure = axes.figure
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=2, labelsize=7)
+    bar.ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(3))
