@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
+from .folded_circuit import FoldedCircuit
+from .gram_matrices import Folded
 from .norms import BASES, Basis, HeadNorm, Norm
 from .rotary import Rotary
 
@@ -154,10 +155,31 @@ class AttentionWeights:
             CallError: there is no such basis; the weights were read with their norms folded, or are collapsed, or are
                 of other widths than the norm in front of them.
         """
+        folded = {name: tall.dense for name, tall in self._folded(basis).items()}
+        if basis == self.stored_basis:
+            return self
+        norm = self.norm
+        if norm is None:
+            return replace(self, stored_basis=basis)
+        if "W_O" in folded:
+            folded["W_O"] = folded["W_O"].mT
+            if self.b_O is not None:
+                folded["b_O"] = Folded(self.b_O[:, None], None, centred=True).dense[:, 0]
+        for side in "QKV":
+            if f"W_{side}" in folded:
+                folded[f"b_{side}"] = norm.fold_bias(getattr(self, f"b_{side}"), getattr(self, f"W_{side}"))
+        return replace(self, **folded, norm=_without_gain(norm), stored_basis=basis)
+
+    def _folded(self, basis: Basis) -> dict[str, Folded]:
+        """The weights that another basis changes, tall, W_O as [head, d_model, d_head] too; none of them formed yet.
+
+        Raises:
+            CallError: as `in_basis`.
+        """
         if basis not in BASES:
             raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
         if basis == self.stored_basis:
-            return self
+            return {}
         if self.stored_basis != "raw" and (self.stored_basis, basis) != ("folded", "folded_centred"):
             raise CallError(
                 f"{self.place} was read from a model whose weights are in the basis {self.stored_basis}; "
@@ -170,22 +192,18 @@ class AttentionWeights:
             )
         norm = self.norm
         if norm is None:
-            return replace(self, stored_basis=basis)
+            return {}
         if self.W_QK is not None or self.W_OV is not None:
             raise CallError(f"{self.place} holds collapsed circuits, whose basis is raw; they cannot be {basis}")
         self._demand_one_stream(norm)
         folded = {}
-        for side in "QKV":
-            W, b = getattr(self, f"W_{side}"), getattr(self, f"b_{side}")
-            if W is not None and not (self.facts.cross and side in "KV"):
-                folded |= {f"W_{side}": norm.fold(W), f"b_{side}": norm.fold_bias(b, W)}
-        if basis == "folded_centred" and norm.kind == "layer_norm":
-            for name in ("W_O", "b_O"):
-                written = getattr(self, name)
-                if written is not None:
-                    centred = written.to(torch.float64, copy=True)
-                    folded[name] = centred.sub_(centred.mean(dim=-1, keepdim=True))
-        return replace(self, **folded, norm=_without_gain(norm), stored_basis=basis)
+        for side in "Q" if self.facts.cross else "QKV":
+            W = getattr(self, f"W_{side}")
+            if W is not None:
+                folded[f"W_{side}"] = norm.fold(W)
+        if self.W_O is not None and basis == "folded_centred" and norm.kind == "layer_norm":
+            folded["W_O"] = Folded(self.W_O.mT, None, centred=True)
+        return folded
 
     def qk(self, basis: Basis = "raw", rotary_offset: int = 0) -> Circuit:
         """Return W_QK = W_K W_Q', one matrix a query head: score = x_key' W_QK x_query, without the score scale.
@@ -197,12 +215,17 @@ class AttentionWeights:
             CallError: the weights hold neither W_Q and W_K nor W_QK, cannot be brought to the basis, or an offset was
                 given and the positions are not rotary or their frequencies not known.
         """
-        weights = self.in_basis(basis)
-        if weights.W_QK is not None:
-            self._demand_no_offset(rotary_offset)
-            return Circuit(weights.W_QK)
-        W_K, W_Q = weights._query_and_key(rotary_offset)
-        return Circuit(W_K.repeat_interleave(self.group_size, dim=0) if self.group_size > 1 else W_K, W_Q.mT)
+        if rotary_offset:
+            weights = self.in_basis(basis)
+            if weights.W_QK is not None:
+                raise CallError(f"{self.place} holds a collapsed W_QK, which is known at rotary offset 0 alone")
+            W_K, W_Q = weights._query_and_key(rotary_offset)
+            return _circuit(W_K, W_Q, repeat_left=self.group_size)
+        folded = self._folded(basis)
+        if self.W_QK is not None:
+            return Circuit(self.W_QK)
+        W_K, W_Q = self._query_and_key(0)
+        return _circuit(folded.get("W_K", W_K), folded.get("W_Q", W_Q), repeat_left=self.group_size)
 
     def ov(self, basis: Basis = "raw") -> Circuit:
         """Return W_OV = W_O W_V, one matrix a query head; rows are the write side, columns the read side.
@@ -212,11 +235,11 @@ class AttentionWeights:
         Raises:
             CallError: the weights hold neither W_V and W_O nor W_OV, or cannot be brought to the basis.
         """
-        weights = self.in_basis(basis)
-        if weights.W_OV is not None:
-            return Circuit(weights.W_OV)
-        W_V, W_O = weights._value_and_output()
-        return Circuit(W_O.mT, (W_V.repeat_interleave(self.group_size, dim=0) if self.group_size > 1 else W_V).mT)
+        folded = self._folded(basis)
+        if self.W_OV is not None:
+            return Circuit(self.W_OV)
+        W_V, W_O = self._value_and_output()
+        return _circuit(folded.get("W_O", W_O.mT), folded.get("W_V", W_V), repeat_right=self.group_size)
 
     def qk_groups(self, basis: Basis = "raw", rotary_offset: int = 0) -> Circuit:
         """Return W_QK of each group of heads that share a key: W_K [W_Q1', W_Q2', ...], [key, (head, query)].
@@ -240,12 +263,11 @@ class AttentionWeights:
 
     def circuits(self, basis: Basis = "raw", rotary_offset: int = 0) -> dict[str, Circuit]:
         """Return the circuits that can be formed, by name: QK, OV or both."""
-        weights = self.in_basis(basis)
         formed = {}
         if self.has_qk:
-            formed["QK"] = weights.qk(basis, rotary_offset)
+            formed["QK"] = self.qk(basis, rotary_offset)
         if self.has_ov:
-            formed["OV"] = weights.ov(basis)
+            formed["OV"] = self.ov(basis)
         return formed
 
     @property
@@ -304,10 +326,6 @@ class AttentionWeights:
             raise CallError(f"{self.place} has no rotary positions, so its W_QK is the same at every offset: ask for 0")
         return self.facts.rotary
 
-    def _demand_no_offset(self, rotary_offset: int) -> None:
-        if rotary_offset:
-            raise CallError(f"{self.place} holds a collapsed W_QK, which is known at rotary offset 0 alone")
-
     def _joined(self, per_head: Float[Tensor, "head rows d_head"]) -> Float[Tensor, "group joined d_head"]:
         """The heads of a group on top of each other."""
         return per_head.reshape(-1, self.group_size * per_head.shape[1], per_head.shape[2])
@@ -318,6 +336,20 @@ class AttentionWeights:
             if tensor is not None:
                 return tensor
         raise CallError(f"{self.place} holds no weights")
+
+
+def _circuit(left: Tensor | Folded, right: Tensor | Folded, repeat_left: int = 1, repeat_right: int = 1) -> Circuit:
+    """The circuit of two tall factors, with what heads share repeated for each of them."""
+    left, right = _repeated(left, repeat_left), _repeated(right, repeat_right)
+    if isinstance(left, Folded) or isinstance(right, Folded):
+        return FoldedCircuit(left, right)
+    return Circuit(left, right.mT)
+
+
+def _repeated(factor: Tensor | Folded, times: int) -> Tensor | Folded:
+    if times == 1:
+        return factor
+    return factor.repeated(times) if isinstance(factor, Folded) else factor.repeat_interleave(times, dim=0)
 
 
 def _without_gain(norm: Norm) -> Norm:

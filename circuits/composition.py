@@ -12,7 +12,7 @@ from .attention_weights import AttentionWeights
 from .errors import QkovError
 from .factored import Circuit
 from .norms import Basis
-from .spectrum import multiply, upcast
+from .products import multiply, upcast
 
 #: Where float32 serves: at this rank or above, and for scores above this.
 _AVERAGED, _SURE = 32, 0.01

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import spectrum
 from .errors import CallError
+from .products import broadcast_shapes, multiply, upcast
 
 Index = int | slice | EllipsisType | None | Tensor | list[int] | list[bool]
 
@@ -66,7 +67,7 @@ class Circuit:
         """The leading dimensions."""
         if self.right is None:
             return self.left.shape[:-2]
-        return spectrum.broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2])
+        return broadcast_shapes(self.left.shape[:-2], self.right.shape[:-2])
 
     @property
     def shape(self) -> torch.Size:
@@ -114,8 +115,8 @@ class Circuit:
         batch = self._check_same_matrix(other, "difference")
         if self.right is None or other.right is None:
             return Circuit(self.dense() - other.dense())
-        lefts = (spectrum.upcast(self.left), -spectrum.upcast(other.left))
-        rights = (spectrum.upcast(self.right), spectrum.upcast(other.right))
+        lefts = (upcast(self.left), -upcast(other.left))
+        rights = (upcast(self.right), upcast(other.right))
         return Circuit(
             torch.cat([left.expand(*batch, *left.shape[-2:]) for left in lefts], dim=-1),
             torch.cat([right.expand(*batch, *right.shape[-2:]) for right in rights], dim=-2),
@@ -129,16 +130,16 @@ class Circuit:
         """
         self._check_same_matrix(other, "inner product")
         if self.right is None and other.right is None:
-            return (spectrum.upcast(self.left) * spectrum.upcast(other.left)).sum((-2, -1))
+            return (upcast(self.left) * upcast(other.left)).sum((-2, -1))
         if self.right is None:
             return other.inner(self)
-        rows = spectrum.multiply(self.left.mT, other.left)
-        columns = spectrum.upcast(self.right) if other.right is None else spectrum.multiply(self.right, other.right.mT)
+        rows = multiply(self.left.mT, other.left)
+        columns = upcast(self.right) if other.right is None else multiply(self.right, other.right.mT)
         return (rows * columns).sum((-2, -1))
 
     def dense(self) -> Float64[Tensor, "*batch rows columns"]:
         """The matrix itself, formed."""
-        return spectrum.upcast(self.left) if self.right is None else spectrum.multiply(self.left, self.right)
+        return upcast(self.left) if self.right is None else multiply(self.left, self.right)
 
     def reduction(self) -> spectrum.Reduction:
         """The small matrices T_left and T_right that carry every orthogonally invariant figure."""
@@ -163,7 +164,7 @@ class Circuit:
     def demand_shape(self, shape: torch.Size, what: str) -> None:
         """CallError for a shape that is not the circuit's and does not broadcast to it from fewer batch dimensions."""
         try:
-            fits = spectrum.broadcast_shapes(shape[:-2], self.batch_shape) == self.batch_shape
+            fits = broadcast_shapes(shape[:-2], self.batch_shape) == self.batch_shape
         except ValueError:
             fits = False
         if not fits or shape[-2:] != self.shape[-2:]:
@@ -185,6 +186,6 @@ class Circuit:
 
 def _broadcast(first: torch.Size, second: torch.Size, what: str) -> torch.Size:
     try:
-        return spectrum.broadcast_shapes(first, second)
+        return broadcast_shapes(first, second)
     except ValueError as error:
         raise CallError(f"{what}: the batch dimensions {list(first)} and {list(second)} do not broadcast.") from error

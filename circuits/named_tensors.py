@@ -20,7 +20,10 @@ class TensorFile(ABC):
         values: plain values beside the tensors, such as `model_args.n_head`, names joined with dots.
         config: what says the model's numbers, or None.
         config_origin: where the config stood: "config.json", "model_args in the file" and so on.
+        waits: whether reading waits for a network, so that it is worth reading what comes next meanwhile.
     """
+
+    waits = False
 
     shapes: Mapping[str, tuple[int, ...]]
 

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from .spectrum import multiply, upcast
+from .gram_matrices import Folded
+from .products import multiply, upcast
 
 #: raw: the weights as they are stored. folded: the gain of the norm in front multiplied into what reads the residual
 #: stream, which for LayerNorm is centred too, as LayerNorm takes the mean away. folded_centred: what is written is
@@ -32,13 +33,9 @@ class Norm:
     bias: Float[Tensor, "*head d_model"] | None = None
     eps: float | None = None
 
-    def fold(self, W: Float[Tensor, "head d_model d_head"]) -> Float64[Tensor, "head d_model d_head"]:
-        """diag(gain) W, with the mean over d_model taken away for LayerNorm, in float64."""
-        # In place: folding is bound by memory.
-        folded = upcast(W).clone() if W.dtype == torch.float64 else upcast(W)
-        if self.gain is not None:
-            folded.mul_(upcast(self.gain)[:, None])
-        return folded.sub_(folded.mean(dim=-2, keepdim=True)) if self.kind == "layer_norm" else folded
+    def fold(self, W: Float[Tensor, "head d_model d_head"]) -> Folded:
+        """diag(gain) W, with the mean over d_model taken away for LayerNorm, not yet formed."""
+        return Folded(W, self.gain, centred=self.kind == "layer_norm")
 
     def fold_bias(
         self, b: Float[Tensor, "head d_head"] | None, W: Float[Tensor, "head d_model d_head"]

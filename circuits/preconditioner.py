@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
-from .spectrum import Reduction, ThinSVD, matrix_svd, upcast
+from .products import upcast
+from .spectrum import Reduction, ThinSVD, matrix_svd
 
 
 class Eigenvalues(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from .layouts import arrange_layer, count_heads
 from .mapping import Mapping, Names
 from .norms import Basis, Norm, is_centred
 from .plain_weights import demand_no_adapters, demand_unscaled
+from .reading_ahead import read_ahead
 from .recognition import Recognised, recognise
 from .rotary import Rotary
 from .saved_format import is_own, own_mapping, own_scalars
@@ -82,14 +84,19 @@ class OpenCheckpoint:
     def layers(self) -> Iterator[AttentionWeights]:
         """Yield the attention weights of one layer after the other, so that no more than one is in memory.
 
+        Of a file at a distance the next layer is fetched while one is in use.
+
         Raises:
             QkovError: a tensor's shape does not fit its layout, or two of them do not fit each other.
         """
-        for mapping, layer, names in self._names:
-            try:
-                yield _layer(self.file, mapping, layer, names)
-            except CallError as error:
-                raise QkovError(f"{self.file.address}: {error}") from error
+        readings = (partial(self._layer, *place) for place in self._names)
+        yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
+
+    def _layer(self, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
+        try:
+            return _layer(self.file, mapping, layer, names)
+        except CallError as error:
+            raise QkovError(f"{self.file.address}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from .errors import CallError
-from .spectrum import gram, upcast
+from .gram_matrices import gram
+from .products import upcast
 
 Pairing = Literal["halves", "adjacent"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .errors import QkovError
 from .named_tensors import TensorFile
-from .places import Place
+from .places import LocalPlace, Place
 
 #: Larger headers are taken for damage, as safetensors itself does.
 LARGEST_HEADER = 100_000_000
@@ -61,6 +61,7 @@ class SafetensorsFile(TensorFile):
         """
         super().__init__(place.address)
         self._place = place
+        self.waits = not isinstance(place, LocalPlace)
         header, begin = _read_header(place)
         self.metadata = _metadata(header.pop("__metadata__", {}), place)
         self._stored = {name: _stored(name, entry, begin, place) for name, entry in header.items()}

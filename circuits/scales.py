@@ -13,7 +13,8 @@ from .preconditioner import (
     reduced_imbalance,
     self_rate,
 )
-from .spectrum import Reduction, ThinSVD, matrix_singular_values, matrix_svd, multiply, upcast
+from .products import multiply, upcast
+from .spectrum import Reduction, ThinSVD, matrix_singular_values, matrix_svd
 
 FACTOR_FIGURES = ("imbalance", *(f"agreement_{side}" for side in Agreement._fields))
 SYMMETRY_FIGURES = ("symmetric_share", "antisymmetric_share")

@@ -33,6 +33,7 @@ class ShardedWeights(TensorFile):
         super().__init__(index.address)
         self._folder, self._trust_pickle = _folder(index), trust_pickle
         self.shard_of = read_index(index)
+        self.waits = not isinstance(self._folder, LocalPlace)
         self._opened: dict[str, TensorFile] = {}
         if isinstance(self._folder, LocalPlace):
             for shard in sorted(set(self.shard_of.values())):

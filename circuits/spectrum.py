@@ -10,16 +10,15 @@ where training starts. A matrix with NaN or infinite entries has NaN for every f
 batch do not notice. Results carry no gradient.
 """
 
-import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-# Doubles converted at a time: a few megabytes stay in cache, which halves the time of a Gram matrix.
-SCRATCH_ELEMENTS = 2**18
+from .gram_matrices import Folded, dense, gram
+from .products import at_home, multiply, upcast
+from .worker_threads import in_threads
 
 # Basis vectors taken from a Cholesky factor T lose orthogonality as 1e-16 (||T|| ||T^-1||)^2, and singular
 # values lose as much relative accuracy. Up to this product of Frobenius norms both stay below 1e-9.
@@ -72,53 +71,13 @@ class _Orthogonalized(NamedTuple):
         return lifted
 
 
-def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
-    """The common batch shape; ValueError where there is none. torch's own function loads sympy when first called."""
-    return torch.Size(np.broadcast_shapes(*shapes))
-
-
-def upcast(tensor: Float[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """The tensor in float64 without gradient; from MPS, which has no float64, on the CPU."""
-    return _at_home(tensor).to(torch.float64)
-
-
-def multiply(
-    first: Float[Tensor, "*#batch rows inner"], second: Float[Tensor, "*#batch inner columns"]
-) -> Float64[Tensor, "*_ rows columns"]:
-    """first @ second in float64, converting a few matrices at a time."""
-    first, second = _at_home(first), _at_home(second)
-    if first.dtype == second.dtype == torch.float64:
-        return first @ second
-    batch = broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    rows, inner, columns = *first.shape[-2:], second.shape[-1]
-    step = max(1, SCRATCH_ELEMENTS // (inner * max(rows, columns)))
-    firsts, seconds = _Blocks(_flatten(first, batch), step), _Blocks(_flatten(second, batch), step)
-    product = torch.empty(math.prod(batch), rows, columns, dtype=torch.float64, device=first.device)
-    for start in range(0, len(product), step):
-        torch.matmul(firsts[start], seconds[start], out=product[start : start + step])
-    return product.reshape(*batch, rows, columns)
-
-
-def gram(tall: Float[Tensor, "*batch long rank"]) -> Float64[Tensor, "*batch rank rank"]:
-    """tall' tall in float64, converting each matrix once."""
-    tall = _at_home(tall)
-    if tall.dtype == torch.float64:
-        return tall.mT @ tall
-    batch, (long, rank) = tall.shape[:-2], tall.shape[-2:]
-    step = max(1, SCRATCH_ELEMENTS // (long * rank))
-    blocks = _Blocks(_flatten(tall, batch), step)
-    product = torch.empty(math.prod(batch), rank, rank, dtype=torch.float64, device=tall.device)
-    for start in range(0, len(product), step):
-        block = blocks[start]
-        torch.matmul(block.mT, block, out=product[start : start + step])
-    return product.reshape(*batch, rank, rank)
-
-
 def reduce(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch rank columns"] | None) -> Reduction:
     """The small matrices T_left [min(rows, rank), rank] and T_right [rank, min(rank, columns)]."""
     if right is None:
         return Reduction(upcast(left), None)
-    return _reduce(left, right, gram(left), gram(right.mT))
+    rows = _orthogonalize(left, gram(left), vectors=False)
+    columns = _orthogonalize(right.mT, gram(right.mT), vectors=False)
+    return Reduction(rows.triangle, columns.triangle.mT)
 
 
 def matrix_svd(matrix: Float64[Tensor, "*batch rows columns"]) -> ThinSVD:
@@ -145,14 +104,31 @@ def singular_values(
     Relative error below 1e-7 while the condition of each factor is at most 1e3, 1e-6 at 1e4; beyond that, and
     for rank-deficient factors, the error is absolute, of the order of 1e-16 ||left|| ||right||.
     """
-    if right is None or left.shape[-1] > min(left.shape[-2], right.shape[-1]):
-        return matrix_singular_values(reduce(left, right).core)
-    grams = gram(left), gram(right.mT)
-    values, accepted = _values_from_grams(*grams)
-    if not accepted.all():
-        rest = ~accepted
-        values[rest] = matrix_singular_values(_reduce(left, right, *grams).core[rest])
-    return values
+    if right is None:
+        return matrix_singular_values(upcast(left))
+    return product_singular_values(left, right.mT)
+
+
+def product_singular_values(
+    left: Float[Tensor, "*#batch rows rank"] | Folded, right: Float[Tensor, "*#batch columns rank"] | Folded
+) -> Float64[Tensor, "*_ values"]:
+    """Singular values of left @ right', both of them tall, as `singular_values`; heads side by side in threads."""
+    if left.shape[-1] > min(left.shape[-2], right.shape[-2]):
+        return matrix_singular_values(reduce(dense(left), dense(right).mT).core)
+    heads = max(left.shape[0] if len(left.shape) > 2 else 1, right.shape[0] if len(right.shape) > 2 else 1)
+    dimensions = max(len(left.shape), len(right.shape))
+    if dimensions == 2:
+        return _product_singular_values(left, right)
+
+    def some(factor: Tensor | Folded, start: int, stop: int) -> Tensor | Folded:
+        shared = len(factor.shape) < dimensions or factor.shape[0] == 1
+        return factor if shared else factor[start:stop]
+
+    return torch.cat(
+        in_threads(
+            lambda start, stop: _product_singular_values(some(left, start, stop), some(right, start, stop)), heads
+        )
+    )
 
 
 def svd(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch rank columns"] | None) -> ThinSVD:
@@ -171,14 +147,21 @@ def frobenius_norm(
     """||left @ right||_F, the root of tr(G_left G_right); from the reduction where that trace cancels."""
     if right is None:
         return _matrix_norm(upcast(left))
-    grams = gram(left), gram(right.mT)
-    (left_gram, left_size), (right_gram, right_size) = map(_normalize, grams)
+    (left_gram, left_size), (right_gram, right_size) = map(_normalize, (gram(left), gram(right.mT)))
     square = (left_gram * right_gram).sum((-2, -1))
     norm = square.clamp_min(0).sqrt() * left_size * right_size
     rest = ~((square > SMALLEST_TRACE) & norm.isfinite())
     if rest.any():
-        norm[rest] = _matrix_norm(_reduce(left, right, *grams).core[rest])
+        norm[rest] = _matrix_norm(reduce(left, right).core[rest])
     return norm
+
+
+def _product_singular_values(left: Tensor | Folded, right: Tensor | Folded) -> Float64[Tensor, "*_ values"]:
+    values, accepted = _values_from_grams(gram(left), gram(right))
+    if not accepted.all():
+        rest = ~accepted
+        values[rest] = matrix_singular_values(reduce(dense(left), dense(right).mT).core[rest])
+    return values
 
 
 def _values_from_grams(
@@ -187,29 +170,26 @@ def _values_from_grams(
     """Roots of the eigenvalues of K' G_left K, where K K' = G_right, and which matrices they may serve.
 
     The check bounds the conditions of both factors too: their product is at most
-    sqrt(tr G_left tr G_right / smallest eigenvalue).
+    sqrt(tr G_left tr G_right / smallest eigenvalue). Both Gram matrices are used up.
     """
-    left_gram, left_size = _normalize(left_gram)
-    right_gram, right_size = _normalize(right_gram)
+    (left_gram, left_size), (right_gram, right_size) = map(_normalize, (left_gram, right_gram))
     factor, failed = torch.linalg.cholesky_ex(right_gram)
-    square, finite = _zero_where_not_finite(factor.mT @ left_gram @ factor)
+    size = left_size * right_size
+    # A trace of squares is finite where all of the matrix is. LAPACK refuses a whole batch for one NaN.
+    accepted = size.isfinite() & (size > 0) & (failed == 0)
+    square = factor.mT @ left_gram @ factor
+    if not accepted.all():
+        square.masked_fill_(~accepted[..., None, None], 0.0)
     eigenvalues = torch.linalg.eigvalsh(square)
-    accepted = finite & (failed == 0) & (eigenvalues[..., 0] > SMALLEST_EIGENVALUE)
-    values = eigenvalues.clamp_min(0).sqrt().flip(-1) * (left_size * right_size)[..., None]
-    return values, accepted & values.isfinite().all(-1)
-
-
-def _reduce(left: Tensor, right: Tensor, left_gram: Tensor, right_gram: Tensor) -> Reduction:
-    rows = _orthogonalize(left, left_gram, vectors=False)
-    columns = _orthogonalize(right.mT, right_gram, vectors=False)
-    return Reduction(rows.triangle, columns.triangle.mT)
+    values = eigenvalues.clamp_min(0).sqrt_().flip(-1).mul_(size[..., None])
+    return values, accepted & (eigenvalues[..., 0] > SMALLEST_EIGENVALUE)
 
 
 def _orthogonalize(
     tall: Float[Tensor, "*batch long rank"], tall_gram: Float64[Tensor, "*batch rank rank"], *, vectors: bool
 ) -> _Orthogonalized:
     """Split tall into orthonormal columns and a triangle, by Cholesky where accurate and by QR elsewhere."""
-    tall = _at_home(tall)
+    tall = at_home(tall)
     batch, (long, rank) = tall.shape[:-2], tall.shape[-2:]
     small, options = min(long, rank), {"dtype": torch.float64, "device": tall.device}
     if rank > long:
@@ -229,33 +209,10 @@ def _orthogonalize(
     return _Orthogonalized(tall, triangle, inverse, rest, basis)
 
 
-class _Blocks:
-    """A batch of matrices, a block at a time in float64, in scratch that stays in cache."""
-
-    def __init__(self, matrices: Tensor, step: int) -> None:
-        self.matrices, self.step = matrices, step
-        converted = matrices.dtype == torch.float64
-        self.scratch = None if converted else torch.empty_like(matrices[:step], dtype=torch.float64)
-
-    def __getitem__(self, start: int) -> Tensor:
-        block = self.matrices[start : start + self.step]
-        return block if self.scratch is None else self.scratch[: len(block)].copy_(block)
-
-
-def _at_home(tensor: Tensor) -> Tensor:
-    """Without gradient, and on a device that has float64."""
-    tensor = tensor.detach()
-    return tensor.cpu() if tensor.device.type == "mps" else tensor
-
-
-def _flatten(matrices: Tensor, batch: torch.Size) -> Tensor:
-    return matrices.expand(*batch, *matrices.shape[-2:]).reshape(math.prod(batch), *matrices.shape[-2:])
-
-
 def _normalize(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """A Gram matrix of trace one and the factor's Frobenius norm, so that no fourth power overflows."""
+    """A Gram matrix, brought to trace one in place, and the factor's norm, so that no fourth power overflows."""
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return gram / trace[..., None, None], trace.sqrt()
+    return gram.div_(trace[..., None, None]), trace.sqrt()
 
 
 def _zero_where_not_finite(matrix: Tensor) -> tuple[Tensor, Tensor]:

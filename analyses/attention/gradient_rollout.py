@@ -5,7 +5,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
-from ...circuits.spectrum import upcast
+from ...circuits.products import upcast
 from .alternatives import Target, demand_target, label_of
 from .fusion import hide_padding
 from .map_checks import demand_map, one_hot

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
-from ...circuits.spectrum import upcast
+from ...circuits.products import upcast
 from .fusion import HeadFusion, fuse_heads
 from .map_checks import demand_map, one_hot
 from .model import AttentionModel, Batch

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from ...circuits.errors import CallError, QkovError
-from ...circuits.spectrum import upcast
+from ...circuits.products import upcast
 from .map_checks import one_hot
 from .model import Batch
 from .paper_convention import Convention, demand_convention

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...circuits.attention_weights import AttentionWeights
 from ...circuits.errors import CallError
-from ...circuits.spectrum import multiply, upcast
+from ...circuits.products import multiply, upcast
 from .model import AttentionModel, Batch, MapSink
 from .rollout import FusedMaps
 from .rollout_settings import ABNAR_ZUIDEMA, Rollout

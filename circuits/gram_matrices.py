@@ -1,0 +1,117 @@
+"""Gram matrices W'W of tall factors in float64, each converted once, in memory that stays in cache."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from .products import at_home, upcast
+
+# Doubles converted at a time, two megabytes: few enough to stay in cache, and enough that threads seldom meet.
+_SCRATCH_ELEMENTS = 2**18
+
+# Taking the mean away from W'W instead of from W is exact as long as the means do not make up most of W.
+_LARGEST_SHARE_OF_MEANS = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """A tall factor behind a norm, diag(gain) W less its mean over the rows, which is formed only when asked for.
+
+    Attributes:
+        tall: W, [*batch, long, rank].
+        gain: of each row; None for one.
+        centred: whether the mean over the rows is taken away.
+    """
+
+    tall: Tensor
+    gain: Tensor | None
+    centred: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of W."""
+        return self.tall.shape
+
+    def __getitem__(self, index: slice | Tensor) -> "Folded":
+        """Return some of the batch."""
+        return Folded(self.tall[index], self.gain, self.centred)
+
+    def repeated(self, times: int) -> "Folded":
+        """Return each matrix of the batch several times in a row."""
+        return Folded(self.tall.repeat_interleave(times, dim=0), self.gain, self.centred)
+
+    @cached_property
+    def dense(self) -> Float64[Tensor, "*batch long rank"]:
+        """The factor itself."""
+        tall = at_home(self.tall)
+        # In place: folding is bound by memory.
+        dense = tall.to(torch.float64, copy=True)
+        if self.gain is not None:
+            dense.mul_(upcast(self.gain)[:, None])
+        return dense.sub_(dense.mean(dim=-2, keepdim=True)) if self.centred else dense
+
+
+def dense(tall: Tensor | Folded) -> Float[Tensor, "*batch long rank"]:
+    """The factor as a tensor."""
+    return tall.dense if isinstance(tall, Folded) else tall
+
+
+def gram(tall: Float[Tensor, "*batch long rank"] | Folded) -> Float64[Tensor, "*batch rank rank"]:
+    """W'W of each matrix of the batch."""
+    folded = tall if isinstance(tall, Folded) else Folded(tall, None, centred=False)
+    matrices = at_home(folded.tall)
+    if matrices.device.type != "cpu":
+        matrices = folded.dense
+        return matrices.mT @ matrices
+    batch, (long, rank) = matrices.shape[:-2], matrices.shape[-2:]
+    blocks = _Blocks(matrices.reshape(math.prod(batch), long, rank), folded.gain)
+    products, sums = np.empty((math.prod(batch), rank, rank)), np.empty((math.prod(batch), rank))
+    with np.errstate(all="ignore"):
+        for part, block in blocks:
+            # numpy knows a product with its own transpose, and does half the work.
+            np.matmul(block.mT, block, out=products[part])
+            if folded.centred:
+                np.sum(block, axis=-2, out=sums[part])
+    found = torch.from_numpy(products)
+    if folded.centred:
+        _centre(found, torch.from_numpy(sums), folded)
+    return found.reshape(*batch, rank, rank)
+
+
+class _Blocks:
+    """A batch of tall matrices times a gain, a block at a time in float64, in scratch that stays in cache."""
+
+    def __init__(self, matrices: Tensor, gain: Tensor | None) -> None:
+        # Scratch that lies as the matrices do is filled at the speed of memory.
+        self.transposed = matrices.stride(-1) > matrices.stride(-2)
+        self.matrices = matrices.mT if self.transposed else matrices
+        self.gain = None if gain is None else upcast(gain).cpu()[None if self.transposed else (slice(None), None)]
+        self.step = max(1, _SCRATCH_ELEMENTS // math.prod(matrices.shape[-2:]))
+
+    def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
+        as_stored = self.matrices.dtype == torch.float64 and self.gain is None
+        scratch = None if as_stored else torch.empty_like(self.matrices[: self.step], dtype=torch.float64)
+        for start in range(0, len(self.matrices), self.step):
+            block = self.matrices[start : start + self.step]
+            if scratch is not None:
+                block = scratch[: len(block)].copy_(block)
+            if self.gain is not None:
+                block.mul_(self.gain)
+            yield slice(start, start + len(block)), (block.mT if self.transposed else block).numpy()
+
+
+def _centre(products: Tensor, sums: Tensor, folded: Folded) -> None:
+    """Take the means over the rows away from the products of what was summed."""
+    rows = folded.shape[-2]
+    of_means, size = sums.square().sum(dim=-1) / rows, products.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+    products.addcmul_(sums[:, :, None], sums[:, None, :], value=-1 / rows)
+    rest = of_means > _LARGEST_SHARE_OF_MEANS * size
+    if rest.any():
+        centred = folded.dense.flatten(0, -3)[rest]
+        products[rest] = centred.mT @ centred

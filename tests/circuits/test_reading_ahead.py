@@ -1,0 +1,71 @@
+"""Reading ahead: the order, what is begun when, and failures in their place."""
+
+import threading
+
+import pytest
+from qkov.circuits.reading_ahead import read_ahead
+
+
+class Readings:
+    """Readings that tell when they are begun, each ending only when it is let."""
+
+    def __init__(self, count: int) -> None:
+        self.begun: list[int] = []
+        self.let = [threading.Event() for _ in range(count)]
+        self.jobs = [lambda number=number: self.read(number) for number in range(count)]
+
+    def read(self, number: int) -> int:
+        self.begun.append(number)
+        assert self.let[number].wait(timeout=10)
+        return number
+
+
+def until(condition) -> None:
+    """Wait for what another thread does."""
+    waiting = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        waiting.wait(0.01)
+    pytest.fail("it did not happen within ten seconds")
+
+
+def test_the_next_is_begun_while_one_is_in_use_and_no_more():
+    readings = Readings(4)
+    for event in readings.let[:3]:
+        event.set()
+    coming = read_ahead(readings.jobs)
+    assert next(coming) == 0
+    assert readings.begun == [0]
+    assert next(coming) == 1
+    until(lambda: len(readings.begun) == 3)
+    assert readings.begun == [0, 1, 2]
+    assert next(coming) == 2
+    until(lambda: len(readings.begun) == 4)
+    readings.let[3].set()
+    assert list(coming) == [3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_all_come_in_order(count):
+    assert list(read_ahead([lambda number=number: number for number in range(count)])) == list(range(count))
+
+
+def test_a_reading_that_fails_raises_in_its_place():
+    def fails():
+        raise ValueError("damaged")
+
+    coming = read_ahead([lambda: 0, lambda: 1, fails, lambda: 3])
+    assert [next(coming), next(coming)] == [0, 1]
+    with pytest.raises(ValueError, match="damaged"):
+        next(coming)
+
+
+def test_stopping_does_not_wait_for_what_was_begun():
+    readings = Readings(3)
+    readings.let[0].set()
+    readings.let[1].set()
+    coming = read_ahead(readings.jobs)
+    assert [next(coming), next(coming)] == [0, 1]
+    coming.close()
+    readings.let[2].set()

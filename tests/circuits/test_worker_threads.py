@@ -1,0 +1,69 @@
+"""Work in threads: every part once and in order, and everybody's own numbers of threads as they were."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from qkov.circuits import Circuit
+from qkov.circuits.worker_threads import in_threads
+from threadpoolctl import ThreadpoolController
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def numpy_threads() -> list[int]:
+    return [library["num_threads"] for library in ThreadpoolController().select(user_api="blas").info()]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_the_parts_are_the_whole_in_order(two_threads, count):
+    parts = in_threads(lambda start, stop: list(range(start, stop)), count)
+    assert [number for part in parts for number in part] == list(range(count))
+    assert len(parts) == max(1, min(2, count))
+
+
+def test_each_part_has_one_thread_and_everybody_else_what_they_had(two_threads):
+    numpys = numpy_threads()
+    seen = in_threads(lambda *_: (torch.get_num_threads(), threading.current_thread().name, numpy_threads()), 2)
+    assert all(threads == 1 and name.startswith("qkov") for threads, name, _ in seen)
+    assert all(set(of_numpy) == {1} for *_, of_numpy in seen)
+    assert torch.get_num_threads() == 2
+    assert numpy_threads() == numpys
+    others = []
+    later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert others == [2]
+
+
+def test_an_error_in_a_part_is_the_caller_s_and_threads_are_set_back(two_threads):
+    def fails(*_):
+        raise ValueError("in a part")
+
+    numpys = numpy_threads()
+    with pytest.raises(ValueError, match="in a part"):
+        in_threads(fails, 4)
+    assert numpy_threads() == numpys
+
+
+def test_singular_values_in_threads_are_those_of_one(two_threads):
+    torch.manual_seed(0)
+    circuit = Circuit(torch.randn(5, 40, 6), torch.randn(5, 6, 30))
+    many = circuit.singular_values()
+    torch.set_num_threads(1)
+    assert torch.equal(many, circuit.singular_values())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(two_threads):
+    circuit = Circuit(torch.randn(4, 20, 3), torch.randn(4, 3, 20))
+    values = circuit.singular_values()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert torch.equal(pool.apply_async(circuit.singular_values).get(timeout=60), values)
