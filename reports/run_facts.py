@@ -5,12 +5,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..circuits.factor_gradients import LARGEST_DISAGREEMENT
+
 #: What a basis is, behind "weights".
 _BASES = {
     "raw": "raw",
     "folded": "with the norm in front of attention folded in",
     "folded_centred": "with the norm in front of attention folded in, and what is written centred",
 }
+_DISAGREEING = (
+    "the gradients of its factors are not those of one product (some are of an earlier step, or the loss knows the "
+    "factors by more than their product)"
+)
 #: Most names of damaged circuits, and of what was left out.
 _NAMES = 12
 
@@ -32,6 +38,7 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
     left_out = [f"{name}: {reason}" for name, reason in (description["left_out"] | description["skipped"]).items()]
     return {
         "label": label,
+        "live": description.get("live", False),
         "source": description["source"],
         "recognised": description["recognised"],
         "steps": len(steps),
@@ -52,12 +59,30 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
         "changes": changes,
         "flagged": flagged,
         "flagged_count": len(damaged),
+        "untested": _untested(table, description),
         "left_out": left_out[:_NAMES],
         "left_out_count": len(left_out),
         "basis": ", ".join(_BASES[basis] for basis in table["basis"].unique()),
         "rotary_offset": _rotary_offset(table),
         "reference": ", ".join(str(name) for name in table["reference"].dropna().unique()) or "none",
     }
+
+
+def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
+    """The circuits of which it is not known what Omega makes of the gradient, with the reason."""
+    reasons = {(entry["circuit"], entry["reason"]): [*entry["layers"]] for entry in description.get("untested", ())}
+    told = {(circuit, layer) for (circuit, _), layers in reasons.items() for layer in layers}
+    disagreeing = (
+        table[table["gradient_agreement"] > LARGEST_DISAGREEMENT] if "gradient_agreement" in table else table[:0]
+    )
+    for stack, layer, circuit in disagreeing[["stack", "layer", "circuit"]].drop_duplicates().itertuples(index=False):
+        name = f"{stack} {layer}".lstrip()
+        if (circuit, name) not in told:
+            reasons.setdefault((circuit, _DISAGREEING), []).append(name)
+    return [
+        f"W_{circuit} of layer{'s' * (len(layers) > 1)} {', '.join(layers)}: {reason}"
+        for (circuit, reason), layers in reasons.items()
+    ]
 
 
 def layer_name(stack: str, layer: object) -> str:

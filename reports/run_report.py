@@ -57,6 +57,7 @@ def write_run_report(stores: list[RunStore], path: Path, command: str) -> Path:
     return write_page(
         path,
         "run.html.j2",
+        live=all(described.get("live", False) for described in descriptions.values()),
         title=_title(len(stores), over),
         subtitle=", ".join(tables),
         command=command,

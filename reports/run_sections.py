@@ -60,6 +60,21 @@ SECTIONS: tuple[tuple[str, str, tuple[Figure, ...]], ...] = (
         ),
     ),
     (
+        "The preconditioner at every logged step",
+        "From the gradients of the factors A and B of C = AB. E = A ∂L/∂B + ∂L/∂A B is the step that plain gradient "
+        "descent takes, but for its sign and rate, and ΩG = Ω(C) ∂L/∂C the one that Ω makes of the gradient: their "
+        "cosine is 1 and the error ‖ΩG − E‖/‖E‖ is 0 where the factors balance. The step that the optimizer took has "
+        "cosine 1 with −E where it is plain gradient descent at a small rate; its rate along −E, ⟨ΔC, −E⟩/‖E‖², is "
+        "the one at which plain gradient descent goes as far. All with the biases as a row of the factors, and of "
+        "heads that share keys and values together.",
+        (
+            Figure("omega_cosine", r"cosine of $\Omega G$ and $E$"),
+            Figure("omega_relative_error", r"error of $\Omega G$ against $E$", limits=(0.0, None)),
+            Figure("taken_exact_cosine", "cosine of taken step and $-E$", limits=(-1.05, 1.05)),
+            Figure("taken_rate", "rate of taken step along $-E$"),
+        ),
+    ),
+    (
         "What do they compute?",
         "Share of the squared norm that is symmetric (0.5 for a random matrix), and the score Σ Re λ / Σ |λ| of the "
         "eigenvalues of W_OV itself, without embedding and unembedding: positive where a head writes what it reads "

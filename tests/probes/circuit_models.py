@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import nn
 
 HEADS, D_MODEL, TOKENS, CLASSES = 2, 8, 5, 3
@@ -74,6 +73,9 @@ def language_model(kind: str, **changes) -> Any:
             "num_key_value_heads": 2,
         },
     }[kind]
+    # Slow to load, for what needs no such model.
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, vocab_size=20, bos_token_id=0, eos_token_id=1, **sizes, **changes)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

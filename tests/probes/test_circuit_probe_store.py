@@ -1,0 +1,202 @@
+"""The store of a model in training: readable at any moment, refused where it is another's, gone on with where asked."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+from qkov.analyses.trajectories.store import RunStore
+from qkov.analyses.trajectories.track import track
+from qkov.circuits import CallError
+from qkov.circuits.live_models import open_model
+from qkov.circuits.saved_format import save_checkpoint
+from qkov.probes.circuit_probe import CircuitProbe
+from qkov.reports.command_line import run as qkov
+
+from .circuit_models import Classifier, language_loss, language_model, loss_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def train(probe, model, steps, stepping=None, **scalars):
+    stepping = stepping or torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        stepping.zero_grad()
+        loss = loss_of(model, probe.steps)
+        loss.backward()
+        stepping.step()
+        probe.step(loss, **scalars)
+
+
+def page_of(run) -> str:
+    page = run / "page.html"
+    assert qkov(["report", str(run), "--out", str(page)]) == 0
+    return page.read_text()
+
+
+def test_the_store_holds_what_the_probe_holds(tmp_path):
+    tables = []
+    for store in (tmp_path / "run", None):
+        model = Classifier()
+        probe = CircuitProbe(model, store, every=2)
+        train(probe, model, 4, rate=0.1)
+        tables.append(probe.table())
+    pd.testing.assert_frame_equal(*tables, check_like=True)
+    described = RunStore(tmp_path / "run").description()
+    assert described["source"] == "live: Classifier"
+    assert described["recognised"] == "by its torch.nn.MultiheadAttention modules"
+    assert described["reference_step"] == 0
+
+
+def test_every_file_has_the_same_columns_whatever_was_told_when(tmp_path):
+    model = Classifier()
+    probe = CircuitProbe(model, tmp_path / "run", every=1)
+    train(probe, model, 1)
+    train(probe, model, 1, rate=0.1)
+    train(probe, model, 1)
+    files = sorted((tmp_path / "run" / "steps").iterdir())
+    assert len({tuple(sorted(pd.read_parquet(file).columns)) for file in files}) == 1
+    told = pd.read_parquet(tmp_path / "run" / "steps").groupby("step")[["training_loss", "training_rate"]].first()
+    assert told.notna().to_numpy().tolist() == [[False, False], [True, False], [True, True], [True, False]]
+    keys = [json.loads(pq.read_schema(file).metadata[b"qkov"]) for file in files]
+    assert [key["step"] for key in keys] == [0, 1, 2, 3]
+
+
+def test_a_report_is_drawn_as_training_goes_on(tmp_path):
+    model = language_model("llama")
+    run = tmp_path / "run"
+    probe = CircuitProbe(model, run, every=1)
+    stepping = torch.optim.SGD(model.parameters(), 0.1)
+    at_start = page_of(run)
+    assert "1 logged step, step 0" in at_start
+    assert "The preconditioner at every logged step" not in at_start
+    for step in range(2):
+        stepping.zero_grad()
+        language_loss(model, step).backward()
+        stepping.step()
+        probe.step(1.0)
+    page = page_of(run)
+    assert "3 logged steps, step 0 to 2" in page
+    assert "The preconditioner at every logged step" in page
+    assert "not known for W<sub>QK</sub> of layer 0: positions rotate queries and keys.</p>" in page
+    drawn = [f"{figure} cosine of W_{name}" in page for figure in ("taken exact", "omega") for name in ("QK", "OV")]
+    assert drawn == [True, True, False, True]
+
+
+def test_a_report_says_where_gradients_are_of_no_product(tmp_path):
+    model = Classifier()
+    probe = CircuitProbe(model, tmp_path / "run", every=1)
+    train(probe, model, 1)
+    loss_of(model, 1).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    probe.step()
+    page = page_of(tmp_path / "run")
+    assert "known for W<sub>OV</sub> of layer 0: the gradients of its factors are not those of one product" in page
+    assert "some are of an earlier step" in page
+
+
+KILLED = """
+import sys
+import torch
+from tests.probes.circuit_models import Classifier, loss_of
+from qkov.probes.circuit_probe import CircuitProbe
+
+torch.set_num_threads(1)
+model = Classifier()
+probe = CircuitProbe(model, sys.argv[1], every=1)
+stepping = torch.optim.SGD(model.parameters(), 0.1)
+while True:
+    stepping.zero_grad()
+    loss = loss_of(model, probe.steps)
+    loss.backward()
+    stepping.step()
+    probe.step(loss, **{f"told_{probe.steps // 5}": 1.0})
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 0.7])
+def test_a_killed_script_leaves_a_store_that_can_be_read_and_gone_on_with(tmp_path, delay):
+    run = tmp_path / "run"
+    script = subprocess.Popen([sys.executable, "-c", KILLED, str(run)], cwd=ROOT)
+    try:
+        deadline = time.monotonic() + 120
+        while not RunStore(run).steps():
+            assert script.poll() is None, "the script ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(delay)
+    finally:
+        script.send_signal(signal.SIGKILL)
+        script.wait()
+    store = RunStore(run)
+    table, steps = store.table(), store.steps()
+    assert steps == list(range(len(steps)))
+    assert (table.groupby("step").size() == 4).all()
+    assert table["finite"].all()
+    assert f"{len(steps)} logged step" in page_of(run)
+    model = Classifier()
+    probe = CircuitProbe(model, run, every=1, start=len(steps) - 1, resume=True)
+    train(probe, model, 1)
+    assert store.steps() == [*steps, len(steps)]
+
+
+def test_a_store_is_one_run_s(tmp_path):
+    run = tmp_path / "run"
+    model = Classifier()
+    train(CircuitProbe(model, run, every=1), model, 2)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with pytest.raises(
+        CallError, match=r"already holds the run live: Classifier: give another folder, or go on with it"
+    ):
+        CircuitProbe(model, run)
+    with pytest.raises(CallError, match=r"was made with another source \(\"live: Classifier\" instead of \"live: GPT2"):
+        CircuitProbe(language_model("gpt2"), run, resume=True)
+    with pytest.raises(CallError, match="was made with another settings"):
+        CircuitProbe(model, run, resume=True, heads=None, basis="raw", directions=directions())
+    save_checkpoint(tmp_path / "saved", 0, list(open_model(model).layers()), {}, {})
+    with pytest.raises(CallError, match="was made with another source"):
+        track(tmp_path / "saved", run)
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    track(tmp_path / "saved", tmp_path / "tracked")
+    for resume in (False, True):
+        with pytest.raises(CallError, match=r"already holds the run .*saved: give another folder$"):
+            CircuitProbe(model, tmp_path / "tracked", resume=resume)
+
+
+def directions() -> Any:
+    from qkov.analyses.trajectories.track import TaskDirections
+    from qkov.circuits import Circuit
+
+    return TaskDirections("of a task", {name: Circuit(torch.eye(8, dtype=torch.float64)) for name in ("QK", "OV")})
+
+
+def test_a_run_is_gone_on_with_from_an_earlier_step(tmp_path):
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    for folder in (straight, run):
+        model = Classifier()
+        train(CircuitProbe(model, folder, every=1), model, 5)
+    model = Classifier()
+    train(CircuitProbe(model, every=10), model, 2)
+    with pytest.warns(UserWarning, match="goes on from step 2: its later steps were deleted, 3 of them, up to step 5"):
+        probe = CircuitProbe(model, run, every=1, start=2, resume=True)
+    assert RunStore(run).steps() == [0, 1, 2]
+    assert probe.steps == 2
+    train(probe, model, 3)
+    found, wanted = (RunStore(folder).table().set_index(["step", "head", "circuit"]) for folder in (run, straight))
+    same = [name for name in wanted if not name.startswith("reference")]
+    pd.testing.assert_frame_equal(found[same], wanted[same])
+    assert list(found["reference"].groupby("step").first()) == ["step 0"] * 3 + ["step 2"] * 3
+
+
+def test_a_run_that_is_to_be_gone_on_with_may_not_have_begun(tmp_path):
+    CircuitProbe(Classifier(), tmp_path / "run", start=7, resume=True)
+    assert RunStore(tmp_path / "run").steps() == [7]
+    np.testing.assert_array_equal(RunStore(tmp_path / "run").table()["reference"], ["step 7"] * 4)
