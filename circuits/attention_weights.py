@@ -1,7 +1,7 @@
 """The attention weights of one layer, and the two circuits that they form."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -155,7 +155,7 @@ class AttentionWeights:
             CallError: there is no such basis; the weights were read with their norms folded, or are collapsed, or are
                 of other widths than the norm in front of them.
         """
-        folded = {name: tall.dense for name, tall in self._folded(basis).items()}
+        folded: dict[str, Any] = {name: tall.dense for name, tall in self._folded(basis).items()}
         if basis == self.stored_basis:
             return self
         norm = self.norm

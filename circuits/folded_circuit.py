@@ -19,6 +19,8 @@ class FoldedCircuit(Circuit):
     the size of the weights, are formed for all other figures alone.
     """
 
+    _tall: tuple[Tensor | Folded, Tensor | Folded]
+
     def __init__(self, left: Tensor | Folded, right: Tensor | Folded) -> None:
         """Take the factors, [*batch, rows, rank] and [*batch, columns, rank]."""
         self.__dict__["_tall"] = left, right

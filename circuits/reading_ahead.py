@@ -1,6 +1,6 @@
 """What is read one after the other, the next piece of it while the last one is in use."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from itertools import islice
 from threading import Thread
@@ -9,7 +9,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def read_ahead(readings: Iterable[Callable[[], Result]]) -> Iterator[Result]:
+def read_ahead(readings: Iterable[Callable[[], Result]]) -> Generator[Result, None, None]:
     """Yield what each reading returns, in order; from the second on, the next begins as soon as one is done.
 
     Whoever wants the first alone has no other begun. A reading that fails raises where its result would come. Whoever
