@@ -63,7 +63,7 @@ class AttentionProbe:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         *,
         relevant: TokenMask | None = None,
         measures: Sequence[str] = MEASURES,

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ..circuits.errors import CallError
 from .map_sources import GivenMap, MapSource, Receiver
-from .watched_forward import on_output
 
 _REMEDY = (
     "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
@@ -38,7 +37,6 @@ class TransformersMaps(MapSource):
             kind = getattr(getattr(module.owner, "config", None), "_attn_implementation", None)
             if kind not in (None, "eager"):
                 raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {_REMEDY}")
-        self._model = model
         self._stacks = _stacks(modules, self.name)
         self.keys = tuple((stack, layer) for stack, found in self._stacks.items() for layer in range(_layers(found)))
         self._seen: dict[str, int] = {}
@@ -62,13 +60,13 @@ class TransformersMaps(MapSource):
                 if module.ask:
                     ends.append(module.module.register_forward_pre_hook(_ask(module.module), with_kwargs=True).remove)
                 taken = self._taken(stack, None if _layers(modules) > len(modules) else number, module, receive)
-                ends.append(on_output(module.module, self._model, taken))
+                ends.append(module.module.register_forward_hook(taken).remove)
         return ends
 
     def _taken(
         self, stack: str, number: int | None, given: "_MapModule", receive: Receiver
-    ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], None]:
-        def taken(_args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
+    ) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def taken(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             # Where layers share a module, only the order of its calls tells them apart.
             layer = self._seen.get(stack, 0) if number is None else number
             self._seen[stack] = self._seen.get(stack, 0) + 1
