@@ -20,6 +20,7 @@ class TensorFile(ABC):
         values: plain values beside the tensors, such as `model_args.n_head`, names joined with dots.
         config: what says the model's numbers, or None.
         config_origin: where the config stood: "config.json", "model_args in the file" and so on.
+        partial: that the file is but a part of a model, in words; None where it is not.
         waits: whether reading waits for a network, so that it is worth reading what comes next meanwhile.
     """
 
@@ -35,6 +36,7 @@ class TensorFile(ABC):
         self.values: dict[str, Plain] = {}
         self.config: dict[str, Any] | None = None
         self.config_origin: str | None = None
+        self.partial: str | None = None
 
     @property
     def scalars(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ class OpenCheckpoint:
         self.file = file
         self.recognised = recognised.how
         self.stacks = recognised.stacks
-        self.skipped = recognised.skipped
+        self.skipped = recognised.skipped | ({} if file.partial is None else {"other files": file.partial})
         self._names = [
             (mapping, layer, names)
             for mapping in recognised.stacks

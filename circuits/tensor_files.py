@@ -9,7 +9,7 @@ from .safetensors_files import SafetensorsFile
 from .sharded_weights import ShardedWeights
 from .sidecars import Sidecars, read_config, sidecars_of, training_values
 from .torch_files import TorchFile
-from .weight_folders import SUFFIXES, foreign_format, weights_of
+from .weight_folders import SUFFIXES, foreign_format, other_shards, weights_of
 
 
 def open_weights(address: Path | str, trust_pickle: bool = False) -> TensorFile:
@@ -26,6 +26,7 @@ def open_weights(address: Path | str, trust_pickle: bool = False) -> TensorFile:
     place = place_of(address)
     weights = weights_at(place)
     file = _open(weights, trust_pickle)
+    file.partial = other_shards(weights.name)
     sidecars = Sidecars(None, None) if weights.parent is None else sidecars_of(weights.parent, weights.name)
     if sidecars.config is not None:
         file.config, file.config_origin = read_config(sidecars.config), sidecars.config.name

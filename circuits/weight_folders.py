@@ -28,7 +28,7 @@ _COMPANIONS = (
     *("optimizer*", "scheduler*", "scaler*", "sampler*", "rng_state*", "random_states*", "training_args.bin"),
     *("custom_checkpoint_*", "dl_state_dict*"),
 )
-_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.(safetensors|bin)")
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(safetensors|bin)")
 _VARIANT = re.compile(r"(model|pytorch_model)\.[\w\-]+\.(safetensors|bin)")
 
 #: Other libraries' weights, and how they come into a form that can be read.
@@ -128,11 +128,19 @@ def _is_loose(name: str, entry: Place) -> bool:
     return entry.is_file()
 
 
+def other_shards(name: str) -> str | None:
+    """Say in words that a file is one of several of a model, by its name; None where it is not."""
+    found = _SHARD.fullmatch(name)
+    if found is None or int(found[2]) < 2:
+        return None
+    return f"this file is one of {int(found[2])} of a model: give its folder, or its index, for all layers"
+
+
 def _parts_of_one(names: list[str]) -> str | None:
     """Files that are no models by themselves."""
     shards = [found for name in names if (found := _SHARD.fullmatch(name))]
     if shards:
-        index = f"{shards[0][1]}.{shards[0][2]}.index.json"
+        index = f"{shards[0][1]}.{shards[0][3]}.index.json"
         return f"parts of a model, such as {shards[0][0]}, and no {index} that says which is where: copy that as well"
     ranks = [name for name in names if re.fullmatch(r"consolidated\.\d\d\.pth", name)]
     if len(ranks) > 1:

@@ -44,7 +44,7 @@ class UnwrappedNames(TensorFile):
         self.stored = stored
         self.shapes = _Renamed(file.shapes, stored)
         self.metadata, self.values = file.metadata, file.values
-        self.waits = file.waits
+        self.waits, self.partial = file.waits, file.partial
         self.config, self.config_origin = file.config, file.config_origin
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from qkov.circuits import open_checkpoint
 from qkov.circuits.errors import CallError, QkovError
 from qkov.circuits.places import LocalPlace
 from qkov.circuits.tensor_files import open_weights
@@ -55,6 +56,26 @@ def test_a_model_that_transformers_saved_in_parts(tmp_path):
     assert set(file.shapes) == set(state) - {"lm_head.weight"}
     for name, tensor in file.read(list(file.shapes)).items():
         assert torch.equal(tensor, state[name]), name
+
+
+def test_one_file_of_a_model_says_that_it_is_not_all_of_it(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=16, vocab_size=64))
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    opened = next(found for file in files if (found := _opened(file)) is not None)
+    assert len(opened.layer_keys) < 3
+    assert opened.skipped == {
+        "other files": f"this file is one of {len(files)} of a model: give its folder, or its index, for all layers"
+    }
+    assert open_checkpoint(tmp_path).skipped == {}
+
+
+def _opened(file):
+    """A file that holds whole layers; None where it holds none."""
+    try:
+        return open_checkpoint(file)
+    except QkovError:
+        return None
 
 
 def test_a_file_of_a_model_is_opened_when_a_tensor_of_it_is_asked_for(tmp_path):
