@@ -22,7 +22,8 @@ def demand_proportional_steps(optimizer: Optimizer, group: dict[str, Any]) -> No
         CallError: they do not agree, or the optimizer cannot be tried.
     """
     name = type(optimizer).__name__
-    device = group["params"][0].device
+    # Fused and captured steps want their device; others may have no float64.
+    device = torch.device("cuda" if group["params"][0].is_cuda else "cpu")
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:

@@ -285,6 +285,44 @@ def test_optimizers_for_which_it_would_not_be_a_rate_are_refused(name):
     assert largest_difference(model, before) == 0
 
 
+class OfModel(torch.optim.SGD):
+    """An optimizer that is not made of parameter groups."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=LR)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+
+def test_optimizers_that_cannot_be_tried_are_refused():
+    model = gpt2()
+    with pytest.raises(CallError, match=r"^OfModel cannot be tried on a small tensor.*made of parameter groups"):
+        CircuitRates(OfModel(model), model)
+    with pytest.raises(CallError, match=r"^Lookahead wraps another optimizer: give that one, its \.optimizer"):
+        CircuitRates(Lookahead(sgd(model)), model)
+
+
+def test_weights_spread_over_processes_are_refused():
+    model = gpt2()
+    model.get_parameter(WEIGHT).full_tensor = None
+    with pytest.raises(CallError, match=r"h\.0\.attn\.c_attn\.weight is spread over processes \(DTensor\)"):
+        CircuitRates(sgd(model), model)
+
+
+def test_a_compiled_model_is_scaled_as_it_is():
+    model = gpt2()
+    compiled: Any = torch.compile(model, backend="eager")
+    optimizer = sgd(compiled)
+    CircuitRates(optimizer, compiled, 6.0)
+    assert_factor(moved(model, optimizer), 6)
+
+
 def test_trying_an_optimizer_draws_no_random_number():
     model = gpt2()
     torch.manual_seed(0)
