@@ -20,12 +20,13 @@ def in_threads(job: Callable[[int, int], Result], count: int) -> list[Result]:
     Products of many small matrices gain more from a thread for every few of them than from threads within each. numpy's
     and torch's own threads are set to one meanwhile, numpy's for the whole process.
     """
-    parts = max(1, min(torch.get_num_threads(), count))
+    threads = torch.get_num_threads()
+    parts = max(1, min(threads, count))
     bounds = [count * part // parts for part in range(parts + 1)]
     with _numpy_threads().single():
         if parts == 1:
             return [job(0, count)]
-        return list(_workers(parts).map(job, bounds[:-1], bounds[1:]))
+        return list(_workers(threads).map(job, bounds[:-1], bounds[1:]))
 
 
 @cache
