@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from typing import TypeVar
+from functools import cache, cached_property
+from typing import Any, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -23,7 +23,7 @@ def in_threads(job: Callable[[int, int], Result], count: int) -> list[Result]:
     threads = torch.get_num_threads()
     parts = max(1, min(threads, count))
     bounds = [count * part // parts for part in range(parts + 1)]
-    with _numpy_threads().single():
+    with _numpy_threads.single():
         if parts == 1:
             return [job(0, count)]
         return list(_workers(threads).map(job, bounds[:-1], bounds[1:]))
@@ -48,19 +48,17 @@ def _workers(threads: int) -> ThreadPoolExecutor:
     return workers
 
 
-if hasattr(os, "register_at_fork"):
-    # Threads stay behind when a process is forked.
-    os.register_at_fork(after_in_child=_workers.cache_clear)
-
-
 class _NumpyThreads:
     """How many threads numpy's products have, set to one while anybody works here and set back after the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._working = 0
-        self._controller = ThreadpoolController().select(user_api="blas")
-        self._limit = self._controller.limit(limits=None)
+        self._limit: Any = None
+
+    @cached_property
+    def _controller(self) -> ThreadpoolController:
+        return ThreadpoolController().select(user_api="blas")
 
     @contextmanager
     def single(self) -> Iterator[None]:
@@ -77,6 +75,15 @@ class _NumpyThreads:
                     self._limit.restore_original_limits()
 
 
-@cache
-def _numpy_threads() -> _NumpyThreads:
-    return _NumpyThreads()
+_numpy_threads = _NumpyThreads()
+
+
+def _begin_anew() -> None:
+    """Threads, and whoever held the lock, stay behind when a process is forked."""
+    global _numpy_threads
+    _workers.cache_clear()
+    _numpy_threads = _NumpyThreads()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
