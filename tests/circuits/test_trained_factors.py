@@ -1,6 +1,7 @@
 """The factors that training moves: their gradients are those of one product, which is trained as a leaf here."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_gradients_are_those_of_one_product(heads, shared, biases):
     leaves = weights_of(heads, shared, biases)
     x = drawn(TOKENS, D_MODEL)
     W_QK, W_OV = products(leaves, shared)
-    collapsed = [product.detach().requires_grad_() for product in (W_QK, W_OV)]
+    collapsed = W_QK.detach().requires_grad_(), W_OV.detach().requires_grad_()
     loss = loss_of(W_QK, W_OV, x)
     loss.backward()
     G_QK, G_OV = torch.autograd.grad(loss_of(*collapsed, x), collapsed)
@@ -62,7 +63,7 @@ def test_gradients_are_those_of_one_product(heads, shared, biases):
     gradients = trained_circuits(AttentionWeights(0, **{name: leaf.grad for name, leaf in leaves.items()}))
 
     groups = range(heads // shared)
-    joined = {
+    joined: dict[str, Any] = {
         "QK": (W_QK, G_QK, lambda blocks: torch.cat(list(blocks), dim=1)),
         "OV": (W_OV, G_OV, lambda blocks: torch.cat(list(blocks), dim=0)),
     }

@@ -12,10 +12,10 @@ HEADS, D_MODEL, TOKENS, CLASSES = 2, 8, 5, 3
 class Classifier(nn.Module):
     """Attention of torch, whose Q, K and V are fused, with biases of ordinary size, read at the last token."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.attention = nn.MultiheadAttention(D_MODEL, HEADS, batch_first=True)
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(D_MODEL, HEADS, bias=bias, batch_first=True)
         self.readout = nn.Linear(D_MODEL, CLASSES)
         self.double()
         with torch.no_grad():

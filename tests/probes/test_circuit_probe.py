@@ -4,15 +4,16 @@ import copy
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from qkov.analyses.trajectories.track import TaskDirections
 from qkov.circuits import CallError, Circuit, open_model
 from qkov.circuits.factor_gradients import OMEGA_FIGURES, STEP_FIGURES
 from qkov.circuits.scales import measure
-from qkov.probes.circuit_probe import CircuitProbe
+from qkov.probes import CircuitProbe, CircuitRates
 
-from .circuit_models import HEADS, Classifier, cosine, dense_omega, language_loss, language_model, loss_of
+from .circuit_models import Classifier, cosine, dense_omega, language_loss, language_model, loss_of
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
@@ -119,7 +120,8 @@ def test_rows_are_what_the_weights_give():
         held[step] = list(open_model(copy.deepcopy(model)).layers())
     rows = probe.table()
     assert list(rows["step"].unique()) == [0, 3, 5]
-    for (step, head, name), row in rows.set_index(["step", "head", "circuit"]).iterrows():
+    for row in rows.to_dict("records"):
+        step, head, name = row["step"], row["head"], row["circuit"]
         circuit, start = (held[at][0].circuits()[name][head].dense() for at in (step, 0))
         for figure, value in measure(held[step][0].circuits()[name], eigenvalues=name == "OV").items():
             np.testing.assert_allclose(row[figure], value[head].numpy(), rtol=1e-9)
@@ -134,10 +136,10 @@ def test_rows_are_what_the_weights_give():
         assert row["change_norm"] == pytest.approx(float((circuit - earlier).norm()), rel=1e-9)
         speed = float((circuit - earlier).norm() / earlier.norm()) / (step - previous)
         assert row["relative_speed"] == pytest.approx(speed, rel=1e-9)
-    last = rows[rows["step"] == 5].set_index(["head", "circuit"])
-    for head in range(HEADS):
-        ratio = last.loc[(head, "QK"), "relative_speed"] / last.loc[(head, "OV"), "relative_speed"]
-        assert last.loc[(head, "QK"), "effective_ratio"] == pytest.approx(ratio)
+    last = rows[rows["step"] == 5].pivot(index="head", columns="circuit")
+    ratio = last["relative_speed", "QK"] / last["relative_speed", "OV"]
+    for name in ("QK", "OV"):
+        np.testing.assert_allclose(last["effective_ratio", name], ratio)
 
 
 def test_a_loss_that_knows_the_factors_is_seen_by_their_gradients():
@@ -308,6 +310,49 @@ def test_the_basis_is_that_of_the_figures_of_the_weights_alone():
     figures = list(STEP_FIGURES)
     np.testing.assert_array_equal(*(table[figures] for table in tables))
     assert (tables[0]["frobenius_norm"] != tables[1]["frobenius_norm"]).all()
+
+
+def test_training_is_the_same_to_the_bit():
+    trained = []
+    for is_probed in (False, True):
+        model = Classifier()
+        stepping = torch.optim.AdamW(model.parameters(), 0.01)
+        if is_probed:
+            CircuitProbe(model, every=1).attach(stepping)
+        for step in range(3):
+            stepping.zero_grad()
+            loss_of(model, step).backward()
+            stepping.step()
+        trained.append([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
+def test_weights_that_are_put_elsewhere_are_followed():
+    tables = []
+    for is_moved in (False, True):
+        model = Classifier()
+        probe = CircuitProbe(model, every=1)
+        if is_moved:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        loss_of(model, 0).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        probe.step()
+        tables.append(probe.table())
+    pd.testing.assert_frame_equal(*tables)
+    assert (tables[0][tables[0]["step"] == 1]["taken_step_norm"] > 0).all()
+
+
+def test_circuit_rates_that_were_attached_before_are_part_of_the_step():
+    model = Classifier(bias=False)
+    stepping = torch.optim.SGD(model.parameters(), 1e-3)
+    CircuitRates(stepping, model, qk=30.0)
+    probe = CircuitProbe(model, every=1)
+    probe.attach(stepping)
+    loss_of(model, 0).backward()
+    stepping.step()
+    rates = probe.table().query("step == 1").groupby("circuit")["taken_rate"]
+    np.testing.assert_allclose(rates.mean()[["OV", "QK"]], [1e-3, 30e-3], rtol=1e-2)
 
 
 @pytest.mark.parametrize(
