@@ -41,7 +41,9 @@ class CircuitProbe:
     Gradients are what is in `.grad`, so clipping and the scale of a GradScaler that was not taken away change the sizes
     of steps and rates, though no cosine.
 
-    A step is written whole or not at all, so that `qkov report` reads the store at any time, also after a crash.
+    Copies of the attention weights are held: of the start, of the step that was logged last, and from before a step
+    that is to be logged. A step is written whole or not at all, so that `qkov report` reads the store at any time, also
+    after a crash.
 
     Attributes:
         steps: how many steps the model has been trained.
@@ -98,7 +100,7 @@ class CircuitProbe:
         self._attached: Attached | None = None
         self._noted: dict[str, float] = {}
         self._has_warned = False
-        self._before: Factors = {}
+        self._before: Factors | None = None
         self._gradients: Factors | None = None
         self._is_next_due = self._is_due(start + 1)
         self.begin_step(with_gradients=False)
@@ -132,7 +134,8 @@ class CircuitProbe:
     def attach(self, optimizer: Optimizer) -> "Attached":
         """Follow an optimizer: its steps are counted as it takes them, until what is returned is detached.
 
-        Gradients are those from before the step, where the optimizer does not compute them itself from a closure.
+        Gradients are those from before the step, where the optimizer does not compute them itself from a closure. What
+        changes steps by hooks of its own, such as `CircuitRates`, has to be there before, to be part of the step.
 
         Raises:
             CallError: the probe is attached already.
@@ -156,6 +159,7 @@ class CircuitProbe:
         """Say that the step has been taken; it is counted, and logged if it is due.
 
         Raises:
+            CallError: it is due, and was not begun.
             QkovError: the weights cannot be read.
         """
         self.steps += 1
@@ -174,6 +178,8 @@ class CircuitProbe:
 
     def _look(self) -> None:
         model = self._run.model
+        if self._before is None:
+            raise CallError(f"step {self.steps} was ended and never begun: call begin_step() before it is taken")
         if not self._has_warned and not model.has_gradients():
             self._has_warned = True
             warnings.warn(
@@ -184,7 +190,7 @@ class CircuitProbe:
         gradients = model.gradients() if self._gradients is None else self._gradients
         scalars, self._noted = self._noted, {}
         self._run.look(self.steps, model.step_figures(self._before, gradients), scalars)
-        self._before, self._gradients = {}, None
+        self._before, self._gradients = None, None
 
     def _detached(self) -> None:
         self._attached = None

@@ -245,6 +245,13 @@ def test_hooks_are_gone_when_detached_and_after_an_error():
     assert probe.steps == 1
 
 
+def test_a_step_that_was_never_begun_is_refused_where_it_is_due():
+    probe = CircuitProbe(Classifier(), every=2)
+    probe.end_step()
+    with pytest.raises(CallError, match="step 2 was ended and never begun"):
+        probe.end_step()
+
+
 def test_steps_that_are_not_logged_cost_nothing_that_is_read(monkeypatch):
     model = Classifier()
     probe = CircuitProbe(model, every=lambda step: step == 10)
