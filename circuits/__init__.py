@@ -2,9 +2,11 @@
 
 from .attention_weights import AttentionFacts, AttentionWeights
 from .checkpoints import Checkpoint, find_checkpoints
+from .composition import LayerComposition, composition_scores
 from .errors import CallError, QkovError
 from .factored import Circuit
 from .hooked_models import OpenHookedModel
+from .inspection import inspect_checkpoint
 from .live_models import open_model
 from .mapping import Mapping, read_mapping
 from .norms import BASES, Basis, HeadNorm, Norm
@@ -25,6 +27,7 @@ __all__ = [
     "Circuit",
     "Eigenvalues",
     "HeadNorm",
+    "LayerComposition",
     "Mapping",
     "Norm",
     "OpenCheckpoint",
@@ -34,9 +37,11 @@ __all__ = [
     "Rotary",
     "ThinSVD",
     "agreement",
+    "composition_scores",
     "exact_step",
     "find_checkpoints",
     "imbalance",
+    "inspect_checkpoint",
     "measure",
     "open_checkpoint",
     "open_model",

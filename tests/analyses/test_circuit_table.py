@@ -1,0 +1,62 @@
+"""The table of one checkpoint: from its file, opened, and from the model in memory, against the weights by hand."""
+
+import numpy as np
+import pytest
+import torch
+from pandas.testing import assert_frame_equal
+from qkov.analyses.trajectories import circuit_table, track
+from qkov.circuits import CallError, open_checkpoint, open_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **SIZES))
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_figures_are_those_of_the_weights(model, folder):
+    table = circuit_table(folder)
+    assert len(table) == 2 * 4 * 2
+    row = table[(table["layer"] == 1) & (table["head"] == 3) & (table["circuit"] == "QK")].iloc[0]
+    attention = model.model.layers[1].self_attn
+    W_Q, W_K = (part.weight.detach().double().numpy() for part in (attention.q_proj, attention.k_proj))
+    d_head = len(W_Q) // 4
+    product = W_K[d_head : 2 * d_head].T @ W_Q[3 * d_head :]
+    values = np.linalg.svd(product, compute_uv=False)[:d_head]
+    np.testing.assert_allclose(row["singular_values"], values, rtol=1e-9)
+    assert (row["key_value_head"], row["rank_bound"], row["basis"]) == (1, d_head, "raw")
+
+
+@pytest.mark.parametrize("basis", ["raw", "folded"])
+def test_every_way_in_gives_the_same_table(model, folder, basis):
+    table = circuit_table(folder, basis=basis, rotary_offset=3)
+    for source in (str(folder), open_checkpoint(folder), open_model(model), model):
+        assert_frame_equal(circuit_table(source, basis=basis, rotary_offset=3), table)
+    assert set(table["rotary_offset"].dropna()) == {3}
+
+
+def test_the_columns_are_those_of_a_run_but_for_what_only_a_run_has(folder, tmp_path):
+    table = circuit_table(folder)
+    of_run = track(folder, tmp_path / "store").store.table()
+    assert set(table) < set(of_run)
+    assert {"step", "source", "relative_speed", "effective_ratio"}.isdisjoint(table)
+    assert_frame_equal(of_run[list(table)], table)
+
+
+def test_wrong_calls(folder, tmp_path):
+    with pytest.raises(CallError, match="basis should be one of"):
+        circuit_table(folder, basis="centred")
+    with pytest.raises(CallError, match="nothing here"):
+        circuit_table(tmp_path / "nothing here")
+    with pytest.raises(CallError, match=r"expected a torch\.nn\.Module"):
+        circuit_table(3)
