@@ -64,6 +64,9 @@ class CircuitProbeCallback(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Carry along what the Trainer logs."""
         logs = kwargs.get("logs") or {}
+        # The summary of the whole training, which is told at its last step, is not that step's.
+        if "train_runtime" in logs:
+            return
         figures = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
         if self._probe is not None and figures:
             self._probe.add_scalars(state.global_step, **figures)

@@ -85,6 +85,7 @@ def test_a_report_is_drawn_as_training_goes_on(tmp_path):
         probe.step(1.0)
     page = page_of(run)
     assert "3 logged steps, step 0 to 2" in page
+    assert "the differences and what is said of the logged steps themselves are those of such a group" in page
     assert "The preconditioner at every logged step" in page
     assert "not known for W<sub>QK</sub> of layer 0: positions rotate queries and keys.</p>" in page
     drawn = [f"{figure} cosine of W_{name}" in page for figure in ("taken exact", "omega") for name in ("QK", "OV")]
