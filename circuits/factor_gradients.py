@@ -38,8 +38,8 @@ STEP_FIGURES = (
 OMEGA_FIGURES = ("omega_step_norm", "omega_cosine", "omega_relative_error", "taken_omega_cosine")
 
 #: `gradient_agreement` above which the two gradients are not those of one G. Rounding leaves about 1e-7 in float32
-#: and 3e-3 in bfloat16; losses that know the factors otherwise than by their product leave ten times that and more.
-LARGEST_DISAGREEMENT = 0.02
+#: and up to 1e-2 in bfloat16; losses that know the factors otherwise than by their product leave 0.1 and more.
+LARGEST_DISAGREEMENT = 0.05
 
 # Singular values below this part of ||A|| ||B|| are zero but for rounding, and their vectors any.
 _NULL = 1e-13

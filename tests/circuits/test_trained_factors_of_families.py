@@ -39,7 +39,8 @@ def test_gradients_of_the_factors_are_those_of_their_product_or_it_is_told_why_n
     model = build(family)
     torch.manual_seed(1)
     inputs = family.inputs(model.config) if family.inputs else {"input_ids": torch.randint(3, 50, (1, LENGTH))}
-    sum(output.double().tanh().square().sum() for output in outputs_in(dict(model(**inputs)))).backward()
+    losses = [output.double().tanh().square().sum() for output in outputs_in(dict(model(**inputs)))]
+    torch.stack(losses).sum().backward()
     parameters = LiveParameters(model)
     layers = zip(
         parameters.read(lambda parameter: parameter).layers(),
