@@ -1,0 +1,56 @@
+"""A probe on HookedTransformer, which TransformerLens 3.9 is the last to have: its own patterns, and transformers'.
+
+It needs an environment of its own and is not collected with the other tests.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from qkov.probes import AttentionProbe
+
+from ..circuits.test_transformer_lens import build
+from ..probes.plain_measures import assert_table, plain_measures
+from .hooked_attention import CONVERTED
+from .hooked_transformer import hooked
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(1))
+MASK = torch.arange(9) < torch.tensor([9, 6, 3])[:, None]
+RELEVANT = torch.rand(3, 9, generator=torch.Generator().manual_seed(2)) < 0.4
+
+
+@pytest.fixture(params=CONVERTED, ids=lambda example: example.model)
+def example(request):
+    return request.param
+
+
+def test_the_table_is_that_of_its_patterns_and_of_transformers(example, tmp_path):
+    model: Any = hooked(build(example), tmp_path)
+    own = build(example)
+    own.set_attn_implementation("eager")
+    with torch.no_grad():
+        with AttentionProbe(model, relevant=RELEVANT, mask=MASK) as probe:
+            model(IDS)
+        _, cache = model.run_with_cache(IDS)
+        with AttentionProbe(own, relevant=RELEVANT, mask=MASK) as other:
+            own(IDS)
+    maps = [cache[f"blocks.{layer}.attn.hook_pattern"] for layer in range(model.cfg.n_layers)]
+    window = model.cfg.window_size if getattr(model.cfg, "use_local_attn", False) else None
+    assert_table(probe.table(), plain_measures(maps, MASK, RELEVANT, window=window))
+    np.testing.assert_allclose(
+        probe.table().to_numpy(dtype=float), other.table().to_numpy(dtype=float), rtol=0, atol=1e-4
+    )
+
+
+def test_every_way_of_calling_it_is_seen_and_reset_hooks_leaves_the_probe(tmp_path):
+    model: Any = hooked(build(CONVERTED[0]), tmp_path)
+    with torch.no_grad(), AttentionProbe(model) as probe:
+        model.run_with_cache(IDS)
+        model.reset_hooks(including_permanent=True)
+        model.run_with_hooks(IDS, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda pattern, **_hook: pattern * 0)])
+        model.forward(IDS)
+    assert set(probe.table()["queries"]) == {81}
+    assert not any(block.attn.hook_pattern._forward_hooks for block in model.blocks)
