@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
-from .spectrum import upcast
+from .products import upcast
 
 #: The figures of `step_figures`, in their order.
 STEP_FIGURES = (
