@@ -23,7 +23,7 @@ from .products import upcast
 
 #: The figures of `step_figures`, in their order.
 STEP_FIGURES = (
-    "gradient_agreement",
+    "gradient_disagreement",
     "exact_step_norm",
     "omega_step_norm",
     "omega_cosine",
@@ -37,7 +37,7 @@ STEP_FIGURES = (
 #: What needs a G, and so a loss that knows the factors by their product alone.
 OMEGA_FIGURES = ("omega_step_norm", "omega_cosine", "omega_relative_error", "taken_omega_cosine")
 
-#: `gradient_agreement` above which the two gradients are not those of one G. Rounding leaves about 1e-7 in float32
+#: `gradient_disagreement` above which the two gradients are not those of one G. Rounding leaves about 1e-7 in float32
 #: and up to 1e-2 in bfloat16; losses that know the factors otherwise than by their product leave 0.1 and more.
 LARGEST_DISAGREEMENT = 0.05
 
@@ -52,7 +52,7 @@ def step_figures(
 
     | name | | formula |
     |---|---|---|
-    | `gradient_agreement` | | norm(A'G_A - G_B B') / (norm(A'G_A) + norm(G_B B')): both are A'G B', so it is rounding |
+    | `gradient_disagreement` | | norm(A'G_A - G_B B') / (norm(A'G_A) + norm(G_B B')), rounding where there is a G |
     | `exact_step_norm` | C/eta | norm(E), of the step of plain gradient descent on the factors at a unit rate |
     | `omega_step_norm` | C/eta | norm(Omega(C) G) |
     | `omega_cosine` | | cosine of Omega(C) G and E, 1 where the factors balance |
@@ -67,7 +67,7 @@ def step_figures(
     NaN stands where a figure does not exist: cosines with a step of zero; what is relative to an E of zero; whatever
     comes from a gradient or a weight that is not finite; and the figures of Omega (`OMEGA_FIGURES`) where there is no
     G, since the loss knows the factors otherwise than by their product: where that is told, and where
-    `gradient_agreement` is above `LARGEST_DISAGREEMENT`.
+    `gradient_disagreement` is above `LARGEST_DISAGREEMENT`.
 
     Args:
         factors: A and B before the step.
@@ -87,7 +87,7 @@ def step_figures(
     exact_norm, omega_norm, taken_norm = (step.frobenius_norm() for step in (exact, omega, taken))
     along = -taken.inner(exact)
     figures = {
-        "gradient_agreement": gradient_agreement(factors, gradients),
+        "gradient_disagreement": gradient_disagreement(factors, gradients),
         "exact_step_norm": exact_norm,
         "omega_step_norm": omega_norm,
         "omega_cosine": omega.inner(exact) / (omega_norm * exact_norm),
@@ -97,7 +97,7 @@ def step_figures(
         "taken_omega_cosine": -taken.inner(omega) / (taken_norm * omega_norm),
         "taken_rate": along / exact_norm.square(),
     }
-    has_gradient = (figures["gradient_agreement"] <= LARGEST_DISAGREEMENT) & of_product
+    has_gradient = (figures["gradient_disagreement"] <= LARGEST_DISAGREEMENT) & of_product
     return figures | {name: torch.where(has_gradient, figures[name], torch.nan) for name in OMEGA_FIGURES}
 
 
@@ -124,7 +124,7 @@ def change(factors: Circuit, after: Circuit) -> Circuit:
     return _sum_of_products(A_after - A, B_after, A, B_after - B)
 
 
-def gradient_agreement(factors: Circuit, gradients: Circuit) -> Float64[Tensor, "*batch"]:
+def gradient_disagreement(factors: Circuit, gradients: Circuit) -> Float64[Tensor, "*batch"]:
     """||A'G_A - G_B B'|| / (||A'G_A|| + ||G_B B'||), both A'G B' where there is a G; 0 where both are zero."""
     A, B = _factors(factors)
     G_A, G_B = _factors(gradients)

@@ -183,7 +183,6 @@ def report(
     from ..analyses.attention.explanation_files import is_explanation, read_explanation
     from ..analyses.studies.reproduction import is_reproduction, open_reproduction
     from ..analyses.studies.tables import all_tables
-    from ..analyses.trajectories.store import RunStore
     from .explain_report import write_explain_report
     from .reproduction_report import write_reproduction_report
     from .run_report import write_run_report
@@ -198,7 +197,7 @@ def report(
         )
     else:
         default = stores[0] / "report.html" if len(stores) == 1 else Path("qkov-comparison.html")
-        written = write_run_report([RunStore(store) for store in stores], out or default, command=command_as_typed())
+        written = write_run_report(stores, out or default, command=command_as_typed())
     if as_json:
         print_json({"report": str(written)})
         return

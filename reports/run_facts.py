@@ -73,7 +73,7 @@ def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
     reasons = {(entry["circuit"], entry["reason"]): [*entry["layers"]] for entry in description.get("untested", ())}
     told = {(circuit, layer) for (circuit, _), layers in reasons.items() for layer in layers}
     disagreeing = (
-        table[table["gradient_agreement"] > LARGEST_DISAGREEMENT] if "gradient_agreement" in table else table[:0]
+        table[table["gradient_disagreement"] > LARGEST_DISAGREEMENT] if "gradient_disagreement" in table else table[:0]
     )
     for stack, layer, circuit in disagreeing[["stack", "layer", "circuit"]].drop_duplicates().itertuples(index=False):
         name = f"{stack} {layer}".lstrip()

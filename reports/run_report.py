@@ -1,5 +1,6 @@
 """The report of tracked runs: one run head by head, or several side by side."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,20 @@ class _Group:
     rows: pd.DataFrame
 
 
-def write_run_report(stores: list[RunStore], path: Path, command: str) -> Path:
-    """Write the report of one store, or of several side by side, and return its path.
+def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, command: str | None = None) -> Path:
+    """Write the report of one run store, or of several side by side, and return its path.
+
+    Args:
+        runs: the stores, or their folders.
+        path: of the report.
+        command: by which it was asked for, as the report tells it; None where it was not asked for by a command.
 
     Raises:
         CallError: there is no store, or a store is none or is empty.
     """
-    if not stores:
+    if not runs:
         raise CallError("a report needs at least one run store")
+    stores = [run if isinstance(run, RunStore) else RunStore(run) for run in runs]
     labels = _labels(stores)
     descriptions = {label: store.description() for label, store in zip(labels, stores, strict=True)}
     tables = {label: store.table() for label, store in zip(labels, stores, strict=True)}
@@ -55,7 +62,7 @@ def write_run_report(stores: list[RunStore], path: Path, command: str) -> Path:
         if panels:
             sections.append({"title": title, "caption": caption, "panels": panels})
     return write_page(
-        path,
+        Path(path),
         "run.html.j2",
         live=all(described.get("live", False) for described in descriptions.values()),
         title=_title(len(stores), over),

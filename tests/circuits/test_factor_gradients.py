@@ -10,7 +10,7 @@ from qkov.circuits.factor_gradients import (
     STEP_FIGURES,
     change,
     exact_step_of,
-    gradient_agreement,
+    gradient_disagreement,
     omega_factors,
     step_figures,
 )
@@ -76,7 +76,7 @@ def test_both_steps_are_those_of_the_dense_gradient(kind):
     omega = dense_omega(A @ B, G)
     found = exact_step_of(omega_factors(circuit), gradients).dense()
     torch.testing.assert_close(found, omega, rtol=0, atol=1e-13 * A.norm() * B.norm() * G.norm())
-    assert (gradient_agreement(circuit, gradients) < 1e-12).all()
+    assert (gradient_disagreement(circuit, gradients) < 1e-12).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +150,7 @@ def test_gradients_of_no_product_have_no_omega():
     circuit, after = Circuit(A, B), Circuit(A - G_A, B - G_B)
     apart = Circuit(G_A + 0.1 * G_A.norm() / A.norm() * A, G_B)
     disagreeing = step_figures(circuit, apart, after)
-    assert (disagreeing["gradient_agreement"] > LARGEST_DISAGREEMENT).all()
+    assert (disagreeing["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
     told = step_figures(circuit, Circuit(G_A, G_B), after, of_product=False)
     for figures in (disagreeing, told):
         for name in STEP_FIGURES:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.circuits.factor_gradients import LARGEST_DISAGREEMENT, gradient_agreement
+from qkov.circuits.factor_gradients import LARGEST_DISAGREEMENT, gradient_disagreement
 from qkov.circuits.live_parameters import LiveParameters
 from qkov.circuits.trained_factors import trained_circuits, without_product
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def test_gradients_of_the_factors_are_those_of_their_product_or_it_is_told_why_n
         reasons = without_product(weights)
         assert set(circuits) == {"QK", "OV"}
         for name, circuit in circuits.items():
-            agreement = gradient_agreement(circuit, of_gradients[name])
+            agreement = gradient_disagreement(circuit, of_gradients[name])
             if name not in reasons:
                 assert (agreement < ROUNDING).all(), (name, weights.place)
             # What is clipped where it is too large may nowhere be so.

@@ -80,7 +80,7 @@ def test_every_logged_step_is_that_of_the_dense_products(optimizer, how):
     for row in rows[rows["step"] > 0].to_dict("records"):
         before, after, gradients, loss = expected[row["step"]]
         assert row["training_loss"] == loss
-        assert row["gradient_agreement"] < 1e-12
+        assert row["gradient_disagreement"] < 1e-12
         for name, value in expected_figures(before, after, gradients, row["circuit"], row["head"]).items():
             assert row[name] == pytest.approx(value, rel=1e-8, abs=1e-10), (name, row["step"], row["circuit"])
 
@@ -150,7 +150,7 @@ def test_a_loss_that_knows_the_factors_is_seen_by_their_gradients():
     torch.optim.SGD(model.parameters(), 0.01).step()
     probe.step()
     rows = probe.table().query("step == 1")
-    assert (rows["gradient_agreement"] > LARGEST_DISAGREEMENT).all()
+    assert (rows["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
     assert rows[list(OMEGA_FIGURES)].isna().all(axis=None)
     assert rows["taken_exact_cosine"].notna().all()
 

@@ -55,7 +55,7 @@ def test_the_fused_weights_of_gpt2_come_apart():
         G = inverse_A.T @ G_B + G_A @ inverse_B.T - inverse_A.T @ A.T @ G_A @ inverse_B.T
         exact, omega, taken = A @ G_B + G_A @ B, dense_omega(A @ B, G), after[place][0] @ after[place][1] - A @ B
         row = rows[place]
-        assert row["gradient_agreement"] < 1e-11
+        assert row["gradient_disagreement"] < 1e-11
         assert row["exact_step_norm"] == pytest.approx(float(exact.norm()), rel=1e-8)
         assert row["omega_cosine"] == pytest.approx(cosine(omega, exact), abs=1e-8)
         assert row["omega_relative_error"] == pytest.approx(float((omega - exact).norm() / exact.norm()), rel=1e-6)
@@ -95,8 +95,8 @@ def test_rotary_positions_leave_the_step_and_take_omega():
     of_qk, of_ov = rows[rows["circuit"] == "QK"], rows[rows["circuit"] == "OV"]
     assert of_qk[list(OMEGA_FIGURES)].isna().all(axis=None)
     assert of_ov[list(OMEGA_FIGURES)].notna().all(axis=None)
-    assert (of_qk["gradient_agreement"] > LARGEST_DISAGREEMENT).all()
-    assert (of_ov["gradient_agreement"] < 1e-12).all()
+    assert (of_qk["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
+    assert (of_ov["gradient_disagreement"] < 1e-12).all()
 
 
 def test_gradients_of_low_precision_are_still_those_of_one_product():
@@ -151,7 +151,7 @@ def test_a_bridge_is_followed_by_the_parameters_that_it_trains():
         assert rows[place]["taken_step_norm"] == pytest.approx(float(taken.norm()), rel=1e-4)
         assert rows[place]["exact_step_norm"] == pytest.approx(float(taken.norm()) / rate, rel=2e-2)
         assert rows[place]["taken_exact_cosine"] > 0.999
-        assert rows[place]["gradient_agreement"] < 1e-5
+        assert rows[place]["gradient_disagreement"] < 1e-5
 
 
 class Collapsed(nn.Module):

@@ -217,3 +217,12 @@ def test_runs_are_told_apart(tmp_path):
         write_run_report([stores[0], stores[0]], tmp_path / "twice.html", "qkov")
     with pytest.raises(CallError, match="at least one run store"):
         write_run_report([], tmp_path / "none.html", "qkov")
+
+
+def test_stores_are_named_by_their_folders_too_and_no_command_is_told_where_there_was_none(tmp_path):
+    store = store_of(tmp_path, [0, 1, 2])
+    page = write_run_report([str(store.folder)], str(tmp_path / "a.html")).read_text()
+    assert "<dt>command</dt>" not in page
+    told = write_run_report([store], tmp_path / "b.html", "qkov report").read_text()
+    assert "<dt>command</dt><dd><code>qkov report</code></dd>" in told
+    assert page.count("<svg") == told.count("<svg") > 5
