@@ -19,11 +19,16 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", blocks("python"))
-def test_code_runs(code):
+def test_code_runs(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)
     if "figures" in names:
         assert names["figures"]["singular_values"].shape == (12, 64)
+    if "circuits" in names:
+        assert run(["report", "qkov-live"]) == 0
+        assert set(names["circuits"].table()["step"]) == {0, 10, 20}
+        assert len(names["probe"].table()) == 2 * 4
 
 
 def test_what_the_comments_say_of_the_theory_is_so():
