@@ -179,7 +179,8 @@ class AttentionProbe:
 
         Columns: example, tokens, readout (its position), relevant (how many tokens are), chance (their share among the
         tokens, in a causal model those up to the readout), rollout (its mass on them at the readout), attention (the
-        mean of all heads' there). NaN where a figure does not exist.
+        mean of all heads' there). NaN where a figure does not exist. Each head's is kept for every example, 4 bytes a
+        head: a long run should `reset()` now and then.
 
         Args:
             by_head: a row for each example and head instead, with the attention of each on the relevant tokens.

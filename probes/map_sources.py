@@ -1,7 +1,7 @@
 """Where the attention maps of a live model come from, whatever library it is of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,19 +91,29 @@ class MapSource(ABC):
         return nullcontext()
 
 
-def numbered(paths: list[str]) -> dict[str, LayerKey]:
-    """Return stack and number of modules by their paths: a stack is what differs in the first number alone.
+def numbered(paths: Sequence[str]) -> dict[str, LayerKey]:
+    """Return stack and number of modules by their paths: those of a stack differ in numbers alone.
 
-    The stack of a path is what stands before that number; one that is alone has no name.
+    The name of a stack is the path without numbers; one that is alone has no name.
     """
-    templates = {path: ".".join(part for part in path.split(".") if not part.isdigit()) for path in paths}
-    stacks = list(dict.fromkeys(templates.values()))
-    counts = dict.fromkeys(stacks, 0)
-    found: dict[str, LayerKey] = {}
-    for path, template in templates.items():
-        found[path] = ("" if len(stacks) == 1 else template, counts[template])
-        counts[template] += 1
-    return found
+    templates: dict[str, list[str]] = {}
+    for path in paths:
+        templates.setdefault(".".join(part for part in path.split(".") if not part.isdigit()), []).append(path)
+    return {
+        path: ("" if len(templates) == 1 else template, layer)
+        for template, found in templates.items()
+        for path, layer in zip(found, layer_numbers(found), strict=True)
+    }
+
+
+def layer_numbers(paths: Sequence[str]) -> list[int]:
+    """Return the numbers of the layers that modules of one stack are in: the first in each path, else their order.
+
+    In a model that mixes attention with other layers, these are not all there are.
+    """
+    found = [next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths]
+    numbers = [number for number in found if number is not None]
+    return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
 
 
 def unwrapped_model(model: Any) -> nn.Module:

@@ -9,6 +9,7 @@ import pandas as pd
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from ..circuits.errors import CallError
@@ -87,8 +88,8 @@ def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:
     axes.set_title(f"{stack} {name.replace('_', ' ')}".strip() + beside)
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
-    axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     _bar(axes, image)
 
 
@@ -115,4 +116,4 @@ def _bar(axes: Axes, image: Any) -> None:
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2, labelsize=7)
-    bar.ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(3))
+    bar.ax.yaxis.set_major_locator(MaxNLocator(3))

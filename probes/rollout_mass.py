@@ -42,7 +42,7 @@ class RolloutMass:
         self.layers += 1
         if self._columns is None or not self._settings.takes(layer):
             return
-        mask = self._sides.keys
+        mask = self._sides.keys.to(attention.device)
         fused = fuse_heads(attention, self._settings.heads_of(layer))
         if self._sides.padded:
             hide_padding(fused, mask)
@@ -78,5 +78,5 @@ class RolloutMass:
 
     def _at_readout(self) -> Float[Tensor, "batch column"]:
         assert self._columns is not None
-        examples = torch.arange(len(self._columns), device=self._columns.device)
-        return self._columns[examples, self._sides.readout]
+        readout = self._sides.readout.to(self._columns.device)
+        return self._columns[torch.arange(len(readout), device=readout.device), readout]

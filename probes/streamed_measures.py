@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ..circuits.spectrum import upcast
+from ..circuits.products import upcast
 from .token_masks import Sides
 
 #: Scratch is at most this many numbers, and at most this share of a layer's maps where they are smaller.

@@ -123,15 +123,15 @@ class TokenMasks:
     def _masks(
         self, given: GivenMap, source: MapSource, arguments: Mapping[str, Any], read: "_Reader"
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The masks of keys and queries: as the layer was told, as the probe was, or as the model was called."""
+        """The masks of keys and queries: as the probe was told, as the layer was, or as the model was called."""
         stack = given.key[0]
-        if given.real_keys is not None:
-            keys = read(given.real_keys, "key_padding_mask")
-            return keys, keys if given.is_self else None
         query_names, key_names = source.mask_names(stack) if source.called_with_masks else ((), ())
-        is_input = not (stack == "decoder" and source.has_encoder)
-        has_own = self.mask is not None and is_input
-        keys = read(self.mask, "mask") if has_own else _of_call(key_names, arguments, read)
+        if self.mask is not None and not (stack == "decoder" and source.has_encoder):
+            keys = read(self.mask, "mask")
+        elif given.real_keys is not None:
+            keys = read(given.real_keys, "key_padding_mask")
+        else:
+            keys = _of_call(key_names, arguments, read)
         if given.is_self:
             return keys, keys
         return keys, _of_call(query_names, arguments, read)
@@ -195,8 +195,16 @@ class _Reader:
 
 
 def _of_call(names: Sequence[str], arguments: Mapping[str, Any], read: _Reader) -> Tensor | None:
-    given = next((arguments[name] for name in names if arguments.get(name) is not None), None)
-    return None if given is None else read(given, next(name for name in names if arguments.get(name) is not None))
+    for name in names:
+        given = arguments.get(name)
+        if isinstance(given, Tensor):
+            return read(given, name)
+        if given is not None:
+            raise CallError(
+                f"the model was called with {name} of type {type(given).__name__}: tell the probe which tokens there "
+                f"are with mask="
+            )
+    return None
 
 
 def _tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..circuits.errors import CallError
-from .map_sources import GivenMap, MapSource, Receiver
+from .map_sources import GivenMap, MapSource, Receiver, layer_numbers
 
 _REMEDY = (
     "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
@@ -34,11 +34,13 @@ class TransformersMaps(MapSource):
         """
         self.name = type(model).__name__
         for module in modules:
-            kind = getattr(getattr(module.owner, "config", None), "_attn_implementation", None)
+            # A part of a composed model may go on with the config that it was made with.
+            config = getattr(module.module, "config", None) or getattr(module.owner, "config", None)
+            kind = getattr(config, "_attn_implementation", None)
             if kind not in (None, "eager"):
                 raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {_REMEDY}")
         self._stacks = _stacks(modules, self.name)
-        self.keys = tuple((stack, layer) for stack, found in self._stacks.items() for layer in range(_layers(found)))
+        self.keys = tuple((stack, layer) for stack, found in self._stacks.items() for layer in _layers(found))
         self._seen: dict[str, int] = {}
 
     @classmethod
@@ -56,10 +58,12 @@ class TransformersMaps(MapSource):
         """Register a hook at every module that gives maps."""
         ends: list[Callable[[], None]] = []
         for stack, modules in self._stacks.items():
-            for number, module in enumerate(modules):
+            layers = _layers(modules)
+            numbers = layers if len(layers) == len(modules) else [None] * len(modules)
+            for number, module in zip(numbers, modules, strict=True):
                 if module.ask:
                     ends.append(module.module.register_forward_pre_hook(_ask(module.module), with_kwargs=True).remove)
-                taken = self._taken(stack, None if _layers(modules) > len(modules) else number, module, receive)
+                taken = self._taken(stack, number, module, receive)
                 ends.append(module.module.register_forward_hook(taken).remove)
         return ends
 
@@ -72,7 +76,7 @@ class TransformersMaps(MapSource):
             self._seen[stack] = self._seen.get(stack, 0) + 1
             attention = output[given.index] if isinstance(output, tuple) and len(output) > 1 else None
             if not isinstance(attention, Tensor):
-                raise CallError(f"layer {layer} of {self.name} gave no attention map; {_REMEDY}")
+                raise CallError(f"{f'{stack} layer {layer}'.lstrip()} of {self.name} gave no attention map; {_REMEDY}")
             if given.ask:
                 _demand_weights(attention, layer, given, self.name)
             receive(GivenMap((stack, layer), attention, is_self=not given.cross))
@@ -151,7 +155,9 @@ def _ask(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, A
 def _demand_weights(attention: Tensor, layer: int, given: _MapModule, name: str) -> None:
     """CallError for what stands in the place of a map and is none."""
     shape = list(attention.shape)
-    if attention.ndim != 4 or bool((attention < 0).any()):
+    heads = getattr(getattr(given.owner, "config", None), "num_attention_heads", None)
+    fits = attention.ndim == 4 and heads in (None, attention.shape[1]) and attention.shape[2] <= attention.shape[3]
+    if not fits or bool((attention < 0).any()):
         raise CallError(
             f"{type(given.module).__name__} of layer {layer} of {name} gives {shape}, not attention weights [batch, "
             f"head, query, key], where its map was looked for; this architecture is not supported"
@@ -166,7 +172,7 @@ def _stacks(modules: list[_MapModule], name: str) -> dict[str, list[_MapModule]]
     for module in modules:
         prefix = _before_number(module.path)
         parts = prefix.split(".")
-        sides[prefix] = next((part for part in reversed(parts) if part in ("encoder", "decoder")), "")
+        sides[prefix] = next((part for part in parts if part in ("encoder", "decoder")), "")
     if len(sides) == 1:
         sides = dict.fromkeys(sides, "")
     elif sorted(sides.values()) != ["decoder", "encoder"]:
@@ -187,10 +193,10 @@ def _before_number(path: str) -> str:
     return ".".join(parts[: next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))])
 
 
-def _layers(modules: list[_MapModule]) -> int:
-    """How many layers a stack has; one module may stand for several."""
+def _layers(modules: list[_MapModule]) -> list[int]:
+    """The numbers of a stack's layers; one module may stand for several."""
     config: Any = getattr(modules[0].owner, "config", None)
     stated = getattr(config, "num_hidden_layers", None)
     # ALBERT keeps its groups of shared layers in a list of their own.
     shares = isinstance(getattr(config, "num_hidden_groups", None), int)
-    return stated if shares and isinstance(stated, int) else len(modules)
+    return list(range(stated)) if shares and stated is not None else layer_numbers([module.path for module in modules])

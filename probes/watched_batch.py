@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..analyses.attention.rollout_settings import Rollout
 from ..circuits.errors import CallError
-from ..circuits.spectrum import upcast
+from ..circuits.products import upcast
 from .map_sources import GivenMap, GivenRows, LayerKey, MapSource
 from .rollout_mass import RolloutMass
 from .streamed_measures import QueryMeasures

@@ -30,10 +30,9 @@ def watch_forward(model: nn.Module, watcher: ForwardWatcher) -> Callable[[], Non
     A hook of torch is passed by where a library calls `model.forward` itself, as TransformerLens does, so the model has
     a forward of its own for as long as somebody watches; watchers are told in the order in which they came.
     """
-    forward = model.__dict__.get("forward")
-    if not hasattr(forward, "watchers"):
-        forward = _watched(model)
-        model.__dict__["forward"] = forward
+    own = model.__dict__.get("forward")
+    forward: Callable[..., Any] = own if _is_watched(own) else _watched(model)
+    model.__dict__["forward"] = forward
     watchers: list[ForwardWatcher] = forward.__dict__["watchers"]
     watchers.append(watcher)
 
@@ -83,8 +82,13 @@ def _watched(model: nn.Module) -> Callable[..., Any]:
             raise
         return output
 
-    forward.__dict__.update(watchers=watchers, replaced=model.__dict__.get("forward"))
+    forward.__dict__.update(watchers=watchers, replaced=model.__dict__.get("forward"), itself=forward)
     return forward
+
+
+def _is_watched(forward: Any) -> bool:
+    """Whether this is a forward made here, and not what somebody wrapped around one, which copies its attributes."""
+    return forward is not None and getattr(forward, "itself", None) is forward
 
 
 def _give_back(model: nn.Module, forward: Callable[..., Any]) -> None:

@@ -37,9 +37,9 @@ LAYER_MAP_BYTES = 4 * HEADS * TOKENS**2
 def gpt2_small(vocabulary: int = VOCABULARY) -> Any:
     """A random model of GPT-2 small's shape with eager attention."""
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, attn_implementation="eager")
-    ).eval()
+    config = transformers.GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
+    config._attn_implementation = "eager"
+    return transformers.GPT2LMHeadModel(config).eval()
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ class BareMaps(nn.Module):
     def __init__(self) -> None:
         """Make a hook point for each layer."""
         super().__init__()
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(
             nn.ModuleDict({"attn": nn.ModuleDict({"hook_pattern": nn.Identity()})}) for _ in range(LAYERS)
         )
 

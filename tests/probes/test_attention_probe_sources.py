@@ -109,6 +109,43 @@ def test_encoder_and_decoder_are_three_stacks(name):
             )
 
 
+def test_what_stands_in_the_place_of_a_map_and_is_none_is_refused():
+    settings: Any = small("LongformerConfig", attention_window=4, max_position_embeddings=64)
+    model = eager(transformers.LongformerModel(settings).eval())
+    with pytest.raises(CallError, match="not attention weights"), torch.no_grad(), AttentionProbe(model):
+        model(IDS[:, :8])
+
+
+def test_an_encoder_and_a_decoder_of_other_makes_are_told_apart():
+    def composed(attention: str) -> Any:
+        side: Any = small("BertConfig", attn_implementation=attention)
+        other: Any = small("BertConfig", attn_implementation=attention, is_decoder=True, add_cross_attention=True)
+        parts = {"encoder": transformers.BertModel(side), "decoder": transformers.BertLMHeadModel(other)}
+        return transformers.EncoderDecoderModel(**parts).eval()
+
+    with pytest.raises(CallError, match="the attention of EncoderDecoderModel is sdpa"):
+        AttentionProbe(eager(composed("sdpa")))
+    model = composed("eager")
+    with torch.no_grad(), AttentionProbe(model, relevant=RELEVANT) as probe:
+        output = model(IDS, attention_mask=MASK.long(), decoder_input_ids=IDS[:, :4], output_attentions=True)
+    table = probe.table()
+    assert list(table["stack"].unique()) == ["encoder", "decoder", "decoder cross"]
+    maps = list(output.encoder_attentions)
+    assert_table(of_stack(table, "encoder"), plain_measures(maps, MASK, RELEVANT, causal=False))
+    assert set(of_stack(table, "decoder cross")["queries"]) == {12}
+
+
+def test_layers_have_their_own_numbers_where_some_have_no_attention():
+    options = {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2}
+    config: Any = small("JambaConfig", num_key_value_heads=2, num_experts=2, attn_layer_offset=1, **options)
+    model: Any = eager(transformers.JambaForCausalLM(config).eval())
+    with torch.no_grad(), AttentionProbe(model, relevant=RELEVANT) as probe:
+        model(IDS)
+    assert set(probe.table()["layer"]) == {1}
+    # What the other layers carry from token to token no map tells.
+    assert probe.examples()["rollout"].isna().all()
+
+
 def test_a_part_of_a_model_can_be_watched_alone_and_a_model_around_another():
     model = eager(Tiny("LlamaForCausalLM", lambda: small("LlamaConfig", num_key_value_heads=2), "").build())
     with torch.no_grad(), AttentionProbe(model.model, maps={(1, 2)}) as probe:
@@ -121,7 +158,7 @@ def test_a_part_of_a_model_can_be_watched_alone_and_a_model_around_another():
             self.inner, self.times = model, 1
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return sum(self.inner(ids).logits.sum() for _ in range(self.times))
+            return torch.stack([self.inner(ids).logits.sum() for _ in range(self.times)]).sum()
 
     around = Around()
     with torch.no_grad(), AttentionProbe(around) as probe:
@@ -232,7 +269,8 @@ def encoder(dropout: float = 0.0) -> nn.TransformerEncoder:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torch_s_encoder_is_measured_where_it_would_take_its_fused_path():
-    model, inputs = encoder().eval(), torch.randn(3, 9, 16)
+    model: Any = encoder().eval()
+    inputs = torch.randn(3, 9, 16)
     seen: list[torch.Tensor] = []
     with torch.no_grad():
         fused = model(inputs, src_key_padding_mask=~MASK)
@@ -253,7 +291,7 @@ def test_torch_s_encoder_is_measured_where_it_would_take_its_fused_path():
 def test_training_torch_s_encoder_is_the_same_to_the_bit():
     inputs = torch.randn(3, 9, 16)
 
-    def run(probed: bool) -> list[torch.Tensor]:
+    def run(probed: bool) -> list[Any]:
         model = encoder(dropout=0.3).train()
         torch.manual_seed(3)
         if probed:
@@ -335,8 +373,8 @@ def test_the_single_layer_model_s_rows_are_those_of_its_tokens_written_out():
 
 
 def test_a_model_trained_in_parallel_is_watched_inside(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
         model = eager(Tiny("GPT2LMHeadModel", gpt2, "").build())
         parallel = nn.parallel.DistributedDataParallel(model)

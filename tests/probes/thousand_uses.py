@@ -15,10 +15,10 @@ USES = 1000
 
 def main() -> None:
     torch.set_num_threads(1)
-    config = transformers.GPT2Config(
-        n_embd=16, n_head=2, n_layer=2, vocab_size=50, bos_token_id=1, eos_token_id=1, attn_implementation="eager"
-    )
-    model, ids = transformers.GPT2LMHeadModel(config).eval(), torch.arange(10).reshape(2, 5)
+    config = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=2, vocab_size=50, bos_token_id=1, eos_token_id=1)
+    config._attn_implementation = "eager"
+    model: Any = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.arange(10).reshape(2, 5)
     relevant, maps = torch.arange(5) < 2, weakref.WeakSet()
     kept = AttentionProbe(model, relevant=relevant, measures=["entropy", "sink"])
 
