@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..analyses.attention.rollout_settings import ABNAR_ZUIDEMA, Rollout
 from ..circuits.errors import CallError
-from .hooked_maps import HookedMaps
-from .map_sources import GivenMap, GivenRows, LayerKey, MapSource, unwrapped_model
+from .map_search import asked_maps, source_of, unwrapped_model
+from .map_sources import GivenMap, GivenRows, LayerKey
 from .probe_tables import example_table, head_rows, head_table
-from .single_layer_maps import SingleLayerMaps
 from .token_masks import Readout, TokenMask, TokenMasks
-from .torch_maps import TorchMaps
-from .transformers_maps import TransformersMaps
 from .watched_batch import BatchSettings, ExampleFigures, HeadKey, HeadSums, WatchedBatch
 from .watched_forward import ForwardWatcher, watch_forward
 
@@ -104,13 +101,13 @@ class AttentionProbe:
         if isinstance(readout, str) and readout not in ("last", "first"):
             raise CallError(f"readout should be 'last', 'first' or positions, got {readout!r}")
         self._model = unwrapped_model(model)
-        self._source = _source_of(self._model)
+        self._source = source_of(self._model)
         self._settings = BatchSettings(
             names=tuple(name for name in MEASURES if name in measures and name != "rollout"),
             masks=TokenMasks(relevant, mask, queries, readout),
             rollout=rollout if "rollout" in measures else None,
             rollout_rows=rollout_rows,
-            maps=_asked_maps(maps, self._source),
+            maps=asked_maps(maps, self._source),
         )
         self.tokens = tokens
         self._ends: list[Callable[[], None]] = []
@@ -288,37 +285,3 @@ class AttentionProbe:
             return
         strays = f"; {self._strays} maps came outside of any call of it" if self._strays else ""
         raise CallError(f"nothing was measured: call {self._source.name} inside `with probe:`{strays}")
-
-
-def _source_of(model: nn.Module) -> MapSource:
-    for kind in (SingleLayerMaps, HookedMaps, TransformersMaps, TorchMaps):
-        source = kind.of(model)
-        if source is not None:
-            return source
-    raise CallError(
-        f"{type(model).__name__} has no attention that a probe knows: expected TransformerLens' hook points, a model "
-        f"of transformers that gives attention maps, torch.nn.MultiheadAttention, or qkov's SingleLayerAttention"
-    )
-
-
-def _asked_maps(
-    maps: Iterable[tuple[int, int] | HeadKey] | Literal["all"] | None, source: MapSource
-) -> frozenset[HeadKey] | None:
-    if maps is None:
-        return frozenset()
-    if isinstance(source, SingleLayerMaps):
-        raise CallError(f"{source.name} has one row of attention for each sequence, and no maps to keep")
-    if isinstance(maps, str):
-        if maps != "all":
-            raise CallError(f"maps should be 'all' or pairs (layer, head), got {maps!r}")
-        return None
-    stacks = list(dict.fromkeys(stack for stack, _ in source.keys))
-    asked: set[HeadKey] = set()
-    for pair in maps:
-        found = [(stack, *pair) for stack in stacks] if len(pair) == 2 else [pair]
-        known = [key for key in found if key[:2] in source.keys and key[2] >= 0]
-        if not known:
-            layers = ", ".join(f"{stack} {layer}".lstrip() for stack, layer in source.keys)
-            raise CallError(f"the map {pair} was asked for; {source.name} has the layers {layers}")
-        asked.update(known)
-    return frozenset(asked)

@@ -4,12 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
-
-from ..circuits.errors import CallError
+from torch import Tensor
 
 #: The stack of layers and the number of the layer in it.
 LayerKey = tuple[str, int]
@@ -114,30 +111,3 @@ def layer_numbers(paths: Sequence[str]) -> list[int]:
     found = [next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths]
     numbers = [number for number in found if number is not None]
     return numbers if len(set(numbers)) == len(paths) else list(range(len(paths)))
-
-
-def unwrapped_model(model: Any) -> nn.Module:
-    """Return the model that is called in the end.
-
-    Raises:
-        CallError: it is no module, or one into which no hook reaches.
-    """
-    import torch
-
-    if not isinstance(model, nn.Module):
-        raise CallError(f"expected a torch.nn.Module to put the probe on, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module
-    if isinstance(model, nn.DataParallel):
-        raise CallError("nn.DataParallel copies the model for every call; put the probe on model.module and call that")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise CallError(f"{type(model).__name__} is a TorchScript module, which runs no hooks; give the model itself")
-    compiled = hasattr(model, "_orig_mod") or any(
-        getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()
-    )
-    if compiled:
-        raise CallError(
-            "the model is compiled, and compiled code passes by the places where maps are taken; put the probe on the "
-            "model before torch.compile, and call that"
-        )
-    return model

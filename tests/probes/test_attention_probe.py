@@ -1,5 +1,6 @@
 """What a probe measures, over which tokens, against plain loops; and that it leaves nothing behind."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -373,6 +374,56 @@ def test_the_forward_that_an_instance_has_of_its_own_is_given_back(model):
     assert model.forward is own
     assert calls == [1]
     assert set(probe.table()["queries"]) == {27}
+
+
+def test_what_wraps_the_forward_meanwhile_stays(model):
+    first, second = AttentionProbe(model), AttentionProbe(model)
+    first.__enter__()
+    watched = model.forward
+
+    @functools.wraps(watched)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return watched(*args, **kwargs)
+
+    model.forward = wrapped
+    with second:
+        model(tokens())
+    assert model.forward is wrapped
+    first.__exit__(None, None, None)
+    assert model.forward is wrapped
+    model(tokens())
+    assert set(first.table()["queries"]) == set(second.table()["queries"]) == {27}
+
+
+def test_calls_in_inference_mode_and_outside_of_it_add_up(model):
+    ids, relevant = tokens(), relevance()
+    with AttentionProbe(model, relevant=relevant) as probe:
+        model(ids)
+        once = probe.table()
+        with torch.inference_mode():
+            model(ids)
+    twice = probe.table()
+    assert (twice["queries"] == 2 * once["queries"]).all()
+    np.testing.assert_allclose(twice.iloc[:, 3:-1], once.iloc[:, 3:-1], atol=1e-6)
+
+
+def test_masks_of_other_kinds_are_refused_until_the_probe_is_told(model):
+    ids, mask, relevant = tokens(), padding("right"), relevance()
+    shown = mask[:, None, None] & torch.ones(9, 9).tril().bool()
+    whole = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
+    with pytest.raises(CallError, match=r"attention_mask has shape \[3, 1, 9, 9\].*mask="), AttentionProbe(model):
+        model(ids, attention_mask=whole)
+    with torch.no_grad(), AttentionProbe(model, mask=mask, relevant=relevant) as probe:
+        model(ids, attention_mask=whole)
+    assert_table(probe.table(), plain_measures(maps_of(model, ids, mask), mask, relevant))
+
+
+def test_nothing_but_maps_can_be_asked_for(model):
+    with torch.no_grad(), AttentionProbe(model, measures=[], maps={(1, 0)}) as probe:
+        model(tokens()[:1])
+    assert list(probe.table()) == ["layer", "head", "queries", "finite"]
+    assert [axes.get_title() for axes in probe.figure().axes if axes.get_title()] == ["layer 1, head 0"]
+    assert "<svg" in probe._repr_html_()
 
 
 def test_the_figure_and_the_page_show_every_measure_and_no_markup_of_tokens(model):
