@@ -209,7 +209,7 @@ class AttentionProbe:
         return [row for batch in found for row in batch]
 
     def figure(self, measures: Sequence[str] | None = None) -> "Figure":
-        """Return a picture: for each measure a grid of layers and heads; with one example seen, also the maps kept.
+        """Return a picture: for each measure a grid of layers and heads; of one example also the maps kept.
 
         Args:
             measures: columns of the table; those of all measures if not given.

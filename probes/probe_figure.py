@@ -1,6 +1,7 @@
 """A probe's findings as a picture: a grid of layers and heads for each measure, and maps where some were kept."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -30,7 +31,11 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": FOREGROUND,
     "ytick.color": FOREGROUND,
 }
-_PER_ROW = 4
+#: Inches, of the whole and of the height of each row.
+_WIDTH, _PANEL, _MAP = 11.6, 2.5, 5.0
+_PER_ROW, _MAPS_PER_ROW = 4, 2
+#: More would be a picture of many pages.
+_MAPS = 12
 #: Labels of more tokens than this could not be read.
 _LABELLED = 60
 
@@ -48,7 +53,7 @@ def draw(
 
     Args:
         table: of a probe.
-        maps: of one example.
+        maps: of one example; the first twelve are drawn.
         measures: columns of the table; all that were measured if not given.
         tokens: labels of the tokens of the example.
 
@@ -62,17 +67,20 @@ def draw(
     # Chance is the same in all heads, and stands in the title of what it is the chance of.
     names = list(measures) if measures else [name for name in known if not name.startswith("chance")]
     stacks = list(table.groupby("stack", sort=False)) if "stack" in table else [("", table)]
-    panels = len(names) * len(stacks) + len(maps)
-    rows, columns = -(-panels // _PER_ROW), min(panels, _PER_ROW)
+    panels = [(part, name, str(stack)) for stack, part in stacks for name in names]
+    shown = [(key, attention, tokens) for key, attention in list(maps.items())[:_MAPS]]
+    bands: list[tuple[Sequence[Any], Callable[..., None], int, float]] = [
+        band for band in ((panels, _grid, _PER_ROW, _PANEL), (shown, _map, _MAPS_PER_ROW, _MAP)) if band[0]
+    ]
+    heights = [height * math.ceil(len(drawn) / per_row) for drawn, _, per_row, height in bands]
+    width = max(_WIDTH * min(len(drawn), per_row) / per_row for drawn, _, per_row, _ in bands) if bands else _WIDTH
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(2.9 * max(columns, 1), 2.5 * max(rows, 1)), layout="constrained")
-        places = [figure.add_subplot(rows, columns, place + 1) for place in range(panels)]
-        drawn = iter(places)
-        for stack, part in stacks:
-            for name in names:
-                _grid(next(drawn), part, name, str(stack))
-        for key, attention in maps.items():
-            _map(next(drawn), key, attention, tokens)
+        figure = Figure(figsize=(width, sum(heights) or _PANEL), layout="constrained")
+        parts = figure.subfigures(len(bands), 1, squeeze=False, height_ratios=heights)[:, 0] if bands else []
+        for part, (drawn, draw_one, per_row, _) in zip(parts, bands, strict=True):
+            rows, columns = math.ceil(len(drawn) / per_row), min(len(drawn), per_row)
+            for place, given in enumerate(drawn):
+                draw_one(part.add_subplot(rows, columns, place + 1), *given)
     return figure
 
 
@@ -105,7 +113,7 @@ def _map(axes: Axes, key: MapKey, attention: Float[Tensor, "query key"], tokens:
     if tokens is not None and keys <= _LABELLED:
         # A dollar sign would begin a formula.
         labels = [token.replace("$", r"\$") for token in tokens]
-        size = min(7.0, 130 / keys)
+        size = min(8.0, 260 / keys)
         axes.set_xticks(range(keys), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(queries), labels[keys - queries :], fontsize=size)
     _bar(axes, image)

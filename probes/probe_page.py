@@ -49,8 +49,11 @@ def page(probe: "AttentionProbe") -> str:
         parts.append(f"{flagged} heads have maps that are not finite")
     text = io.StringIO()
     probe.figure().savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    shown = table.head(_SHOWN).to_html(
-        index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3f}", justify="right"
+    # Spaces, so that long headings may take two lines.
+    shown = (
+        table.head(_SHOWN)
+        .rename(columns=lambda name: name.replace("_", " "))
+        .to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3f}", justify="right")
     )
     return _TEMPLATE.render(
         name=probe.name,

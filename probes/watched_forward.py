@@ -30,7 +30,7 @@ def watch_forward(model: nn.Module, watcher: ForwardWatcher) -> Callable[[], Non
     A hook of torch is passed by where a library calls `model.forward` itself, as TransformerLens does, so the model has
     a forward of its own for as long as somebody watches; watchers are told in the order in which they came.
     """
-    own = model.__dict__.get("forward")
+    own: Any = model.__dict__.get("forward")
     forward: Callable[..., Any] = own if _is_watched(own) else _watched(model)
     model.__dict__["forward"] = forward
     watchers: list[ForwardWatcher] = forward.__dict__["watchers"]
