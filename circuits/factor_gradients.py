@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
-from .products import upcast
+from .products import matrix_norm, upcast
 
 #: The figures of `step_figures`, in their order.
 STEP_FIGURES = (
@@ -85,17 +85,19 @@ def step_figures(
     # E is linear in A and B, so this is Omega(C) G - E, which does not cancel where the factors nearly balance.
     error = exact_step_of(_difference(of_omega, factors), gradients)
     exact_norm, omega_norm, taken_norm = (step.frobenius_norm() for step in (exact, omega, taken))
-    along = -taken.inner(exact)
+    # Squares of norms may leave the range of float64 where norms do not.
+    along_exact, along_omega = _of_norm_one(exact, exact_norm), _of_norm_one(omega, omega_norm)
+    taken_along_exact = -taken.inner(along_exact)
     figures = {
         "gradient_disagreement": gradient_disagreement(factors, gradients),
         "exact_step_norm": exact_norm,
         "omega_step_norm": omega_norm,
-        "omega_cosine": omega.inner(exact) / (omega_norm * exact_norm),
+        "omega_cosine": omega.inner(along_exact) / omega_norm,
         "omega_relative_error": error.frobenius_norm() / exact_norm,
         "taken_step_norm": taken_norm,
-        "taken_exact_cosine": along / (taken_norm * exact_norm),
-        "taken_omega_cosine": -taken.inner(omega) / (taken_norm * omega_norm),
-        "taken_rate": along / exact_norm.square(),
+        "taken_exact_cosine": taken_along_exact / taken_norm,
+        "taken_omega_cosine": -taken.inner(along_omega) / taken_norm,
+        "taken_rate": taken_along_exact / exact_norm,
     }
     has_gradient = (figures["gradient_disagreement"] <= LARGEST_DISAGREEMENT) & of_product
     return figures | {name: torch.where(has_gradient, figures[name], torch.nan) for name in OMEGA_FIGURES}
@@ -113,7 +115,7 @@ def omega_factors(factors: Circuit) -> Circuit:
     A, B = _factors(factors)
     U, s, V = factors.svd()
     # Null directions are any, and what they add is multiplied by a gradient that has no part there.
-    used = (s > _NULL * (_norm(A) * _norm(B))[..., None]).to(torch.float64)
+    used = (s > _NULL * (matrix_norm(A) * matrix_norm(B))[..., None]).to(torch.float64)
     return Circuit((U * used[..., None, :]) @ (V @ B.mT), (A.mT @ U) @ (used[..., None] * V))
 
 
@@ -129,14 +131,19 @@ def gradient_disagreement(factors: Circuit, gradients: Circuit) -> Float64[Tenso
     A, B = _factors(factors)
     G_A, G_B = _factors(gradients)
     first, second = A.mT @ G_A, G_B @ B.mT
-    size = _norm(first) + _norm(second)
-    return torch.where(size == 0, 0.0, _norm(first - second) / size)
+    size = matrix_norm(first) + matrix_norm(second)
+    return torch.where(size == 0, 0.0, matrix_norm(first - second) / size)
 
 
 def _difference(factors: Circuit, other: Circuit) -> Circuit:
     """The differences of the factors, which are not the factors of a difference."""
     (A, B), (other_A, other_B) = _factors(factors), _factors(other)
     return Circuit(A - other_A, B - other_B)
+
+
+def _of_norm_one(step: Circuit, norm: Tensor) -> Circuit:
+    left, right = (factor / norm.sqrt()[..., None, None] for factor in _factors(step))
+    return Circuit(left, right)
 
 
 def _sum_of_products(first_left: Tensor, first_right: Tensor, second_left: Tensor, second_right: Tensor) -> Circuit:
@@ -146,7 +153,7 @@ def _sum_of_products(first_left: Tensor, first_right: Tensor, second_left: Tenso
 
 
 def _of_one_size(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    sizes = _norm(left), _norm(right)
+    sizes = matrix_norm(left), matrix_norm(right)
     ratio = (sizes[1] / sizes[0]).sqrt()
     ratio = torch.where((sizes[0] > 0) & (sizes[1] > 0), ratio, 1.0)[..., None, None]
     return left * ratio, right / ratio
@@ -164,7 +171,3 @@ def _demand_alike(factors: Circuit, other: Circuit, what: str) -> None:
             raise CallError(
                 f"{what} should be of the factors' shapes: {side} is {list(ours.shape)}, got {list(theirs.shape)}"
             )
-
-
-def _norm(matrix: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrix, dim=(-2, -1))

@@ -38,6 +38,13 @@ def multiply(
     return product.reshape(*batch, rows, columns)
 
 
+def matrix_norm(matrix: Float64[Tensor, "*batch rows columns"]) -> Float64[Tensor, "*batch"]:
+    """||matrix||_F, also where the squares of the entries leave the range of float64; NaN where they are not finite."""
+    largest = matrix.abs().amax((-2, -1), keepdim=True)
+    unit = torch.where(largest > 0, largest, 1.0)
+    return torch.linalg.vector_norm(matrix / unit, dim=(-2, -1)) * unit[..., 0, 0]
+
+
 def at_home(tensor: Tensor) -> Tensor:
     """The tensor without gradient, on a device that has float64."""
     tensor = tensor.detach()

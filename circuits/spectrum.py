@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from .gram_matrices import Folded, dense, gram
-from .products import at_home, multiply, upcast
+from .products import at_home, matrix_norm, multiply, upcast
 from .worker_threads import in_threads
 
 # Basis vectors taken from a Cholesky factor T lose orthogonality as 1e-16 (||T|| ||T^-1||)^2, and singular
@@ -146,13 +146,13 @@ def frobenius_norm(
 ) -> Float64[Tensor, "*_"]:
     """||left @ right||_F, the root of tr(G_left G_right); from the reduction where that trace cancels."""
     if right is None:
-        return _matrix_norm(upcast(left))
+        return matrix_norm(upcast(left))
     (left_gram, left_size), (right_gram, right_size) = map(_normalize, (gram(left), gram(right.mT)))
     square = (left_gram * right_gram).sum((-2, -1))
     norm = square.clamp_min(0).sqrt() * left_size * right_size
     rest = ~((square > SMALLEST_TRACE) & norm.isfinite())
     if rest.any():
-        norm[rest] = _matrix_norm(reduce(left, right).core[rest])
+        norm[rest] = matrix_norm(reduce(left, right).core[rest])
     return norm
 
 
@@ -219,8 +219,3 @@ def _zero_where_not_finite(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """LAPACK refuses a whole batch for one NaN: zero such matrices, and say which are finite."""
     finite = matrix.isfinite().all(-1).all(-1)
     return matrix.masked_fill(~finite[..., None, None], 0.0), finite
-
-
-def _matrix_norm(matrix: Tensor) -> Tensor:
-    matrix, finite = _zero_where_not_finite(matrix)
-    return torch.linalg.matrix_norm(matrix).masked_fill(~finite, torch.nan)

@@ -144,6 +144,44 @@ def test_the_smallest_steps_are_measured():
     torch.testing.assert_close(figures["taken_step_norm"], small * (D @ B).flatten(1).norm(dim=1), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(("of_factors", "of_loss"), [(2.0**330, 1.0), (2.0**-330, 1.0), (1.0, 2.0**-600)])
+def test_units_do_not_matter(of_factors, of_loss):
+    """Powers of two scale exactly, and the squares of these leave the range of float64."""
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    after = A - RATE * G_A * (1 + 0.3 * drawn(*A.shape)), B - RATE * G_B
+    wanted = step_figures(Circuit(A, B), Circuit(G_A, G_B), Circuit(*after))
+    of_gradients = of_factors * of_loss
+    found = step_figures(
+        Circuit(of_factors * A, of_factors * B),
+        Circuit(of_gradients * G_A, of_gradients * G_B),
+        Circuit(of_factors * after[0], of_factors * after[1]),
+    )
+    units = {
+        "exact_step_norm": of_factors * of_gradients,
+        "omega_step_norm": of_factors * of_gradients,
+        "taken_step_norm": of_factors * of_factors,
+        "taken_rate": 1 / of_loss,
+    }
+    for name in STEP_FIGURES:
+        torch.testing.assert_close(found[name] / units.get(name, 1.0), wanted[name], rtol=1e-11, atol=1e-15, msg=name)
+
+
+def test_noise_of_gradients_in_null_directions_is_left_out():
+    """C = a y' has one direction; B is large in another, which would carry noise of G_B into Omega's step."""
+    torch.manual_seed(0)
+    a, z = drawn(12), drawn(9)
+    x, y = torch.linalg.qr(drawn(9, 2)).Q.mT
+    A = a[:, None] * torch.ones(2)
+    B = torch.stack([y + 1e3 * x, y - 1e3 * x])
+    G = drawn(12, 9)
+    noise = torch.stack([z, -z])
+    noisy = Circuit(G @ B.mT, A.mT @ G + 1e-5 * noise)
+    (omega,) = dense_omega((A @ B)[None], G)
+    found = exact_step_of(omega_factors(Circuit(A, B)), noisy).dense()
+    assert (found - omega).norm() < 1e-6 * omega.norm()
+
+
 def test_gradients_of_no_product_have_no_omega():
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)

@@ -37,7 +37,7 @@ def test_gram_matrices_are_those_of_the_folded_factor(layout, dtype, has_gain, c
     assert torch.equal(W, before)
 
 
-@pytest.mark.parametrize("mean", [0.0, 1.0, 30.0, 1e6])
+@pytest.mark.parametrize("mean", [0.0, 1.0, 30.0, 1e4, 1e6])
 def test_centring_is_exact_however_large_the_mean(mean):
     """Where the mean is most of the weights, the mean of the products is not taken away from them but formed anew."""
     torch.manual_seed(0)
@@ -106,6 +106,7 @@ def test_folded_circuits_of_few_dimensions_and_of_zeros():
     torch.manual_seed(0)
     wide = FoldedCircuit(Folded(torch.randn(2, 3, 5), None, centred=True), Folded(torch.randn(2, 4, 5), None, False))
     wanted = np.linalg.svd(wide.dense().numpy(), compute_uv=False)
+    assert wide.rank_bound == 3
     np.testing.assert_allclose(wide.singular_values().numpy(), wanted, atol=1e-13 * wanted.max())
     zero = FoldedCircuit(torch.ones(2, 9, 3), Folded(torch.ones(2, 8, 3), None, centred=True))
     assert zero.singular_values().abs().max() < 1e-13

@@ -10,7 +10,7 @@ from qkov.circuits import Circuit
 from scipy.linalg import hadamard
 from torch import Tensor
 
-CONDITIONS = (1.0, 1e2, 1e3, 1e4)
+CONDITIONS = (1.0, 1e2, 250.0, 1e3, 1e4)
 
 
 def tolerance(condition: float) -> float:
@@ -100,17 +100,19 @@ def test_values_of_rank_deficient_factors(left_rank: int, right_rank: int) -> No
     assert abs(circuit.frobenius_norm().item() - np.linalg.norm(expected)) <= bound
 
 
-def test_frobenius_norm_where_the_trace_cancels() -> None:
-    # The products of the large directions vanish: tr(G_left G_right) is 1e-16 of its terms.
-    left = np.array([[1.0, 0.0], [0.0, 1e-8]]) @ np.array([[0.6, 0.8], [-0.8, 0.6]])
-    right = np.array([[0.6, -0.8], [0.8, 0.6]]) @ np.array([[1e-8, 0.0], [0.0, 1.0]])
+@pytest.mark.parametrize("small", [1e-4, 1e-8])
+def test_frobenius_norm_where_the_trace_cancels(small: float) -> None:
+    # The products of the large directions vanish: tr(G_left G_right) is small**2 of its terms.
+    left = np.array([[1.0, 0.0], [0.0, small]]) @ np.array([[0.6, 0.8], [-0.8, 0.6]])
+    right = np.array([[0.6, -0.8], [0.8, 0.6]]) @ np.array([[small, 0.0], [0.0, 1.0]])
     circuit = Circuit(torch.tensor(left), torch.tensor(right))
-    assert circuit.frobenius_norm().item() == pytest.approx(math.sqrt(2) * 1e-8, rel=1e-6)
+    # The entries are rounded to 1e-16, so that the vanishing products are.
+    assert circuit.frobenius_norm().item() == pytest.approx(math.sqrt(2) * small, rel=1e-14 / small)
 
 
 def mixed_batch() -> tuple[Tensor, Tensor]:
-    """Well-conditioned, ill-conditioned, zero, rank one, and three matrices that are not finite."""
-    left, right = random(7, 30, 6).double(), random(7, 6, 20, seed=1).double()
+    """Well-conditioned, ill-conditioned, zero, rank one, and four matrices that are not finite."""
+    left, right = random(8, 30, 6).double(), random(8, 6, 20, seed=1).double()
     left[1] *= torch.logspace(0, -6, 6)
     left[1] = left[1] @ torch.tensor(orthonormal(6, 6, 5))
     right[2] = 0
@@ -118,6 +120,7 @@ def mixed_batch() -> tuple[Tensor, Tensor]:
     left[4, 3, 2] = torch.nan
     right[5, 0, 0] = torch.inf
     right[6] = -torch.inf
+    left[7, 1, 1] = torch.inf
     return left, right
 
 
@@ -170,6 +173,14 @@ def test_shared_factors_broadcast() -> None:
     np.testing.assert_allclose(circuit.frobenius_norm(), np.linalg.norm(dense, axis=(-2, -1)), rtol=1e-13)
 
 
+@pytest.mark.parametrize("shared", ["left", "right"])
+def test_a_factor_without_heads_is_shared_by_all(shared: str) -> None:
+    left, right = random(3, 40, 5), random(3, 5, 30, seed=1)
+    left, right = (left[0], right) if shared == "left" else (left, right[0])
+    expected = np.linalg.svd(left.double().numpy() @ right.double().numpy(), compute_uv=False)[:, :5]
+    np.testing.assert_allclose(Circuit(left, right).singular_values(), expected, rtol=1e-10)
+
+
 @pytest.mark.parametrize(("rows", "rank", "columns"), [(4, 9, 30), (30, 9, 4), (5, 9, 6), (7, 7, 7), (1, 1, 1)])
 def test_rank_beyond_the_size_of_the_matrix(rows: int, rank: int, columns: int) -> None:
     left, right = random(3, rows, rank), random(3, rank, columns, seed=1)
@@ -196,7 +207,7 @@ def test_narrow_types_lose_nothing_more(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(circuit.frobenius_norm(), np.linalg.norm(dense, axis=(1, 2)), rtol=1e-13)
 
 
-@pytest.mark.parametrize("scale", [1e-150, 1e-90, 1e90, 1e150])
+@pytest.mark.parametrize("scale", [1e-200, 1e-150, 1e-90, 1e90, 1e150, 1e200])
 def test_units_do_not_matter(scale: float) -> None:
     left, right = random(20, 4).double(), random(4, 20, seed=1).double()
     values, expected = Circuit(scale * left, right).singular_values(), dense_values(left, right)[:4]

@@ -79,6 +79,9 @@ def test_collapsed_circuits_have_no_factors():
     weights = AttentionWeights(0, W_QK=drawn(2, 4, 4), W_V=drawn(2, 4, 3), W_O=drawn(2, 3, 4))
     assert set(trained_circuits(weights)) == {"OV"}
     assert without_product(weights) == {"QK": "it is trained collapsed"}
+    weights = AttentionWeights(0, W_Q=drawn(2, 4, 3), W_K=drawn(2, 4, 3), W_OV=drawn(2, 4, 4))
+    assert set(trained_circuits(weights)) == {"QK"}
+    assert without_product(weights) == {"OV": "it is trained collapsed"}
 
 
 @pytest.mark.parametrize(
