@@ -212,7 +212,7 @@ class AttentionProbe:
         """Return a picture: for each measure a grid of layers and heads; of one example also the maps kept.
 
         Args:
-            measures: columns of the table; those of all measures if not given.
+            measures: columns of the table; those of all measures if not given, none of them for maps alone.
 
         Raises:
             CallError: no call was seen, or a measure is no column of the table.

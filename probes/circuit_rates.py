@@ -61,8 +61,8 @@ class CircuitRates:
     There is nothing to save: the state of the optimizer is that of the base rate, and a run goes on with new rates on
     the loaded optimizer. Copies of an optimizer have no hooks, so make rates for the copy. Other hooks behind the step
     see the scaled step if they were registered later. `CircuitProbe` counts biases as a row of the factors, so with
-    biases at the base rate its `taken_rate` is a little off the multiplier. Entries of both circuits whose multiplier is not 1 are copied
-    once, which is all the memory that it takes.
+    biases at the base rate its `taken_rate` is a little off the multiplier. Entries of circuits whose multiplier is
+    not 1 are copied once, which is all the memory that it takes.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """A probe's findings as a picture: a grid of layers and heads for each measure, and maps where some were kept."""
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,16 @@ _MAPS = 12
 #: Labels of more tokens than this could not be read.
 _LABELLED = 60
 
+
+class ShownFigure(Figure):
+    """A figure that a notebook shows, whether or not matplotlib was told of the notebook."""
+
+    def _repr_png_(self) -> bytes:
+        picture = io.BytesIO()
+        self.savefig(picture, format="png", dpi=110)
+        return picture.getvalue()
+
+
 MapKey = tuple[int, int] | tuple[str, int, int]
 
 
@@ -54,7 +65,7 @@ def draw(
     Args:
         table: of a probe.
         maps: of one example; the first twelve are drawn.
-        measures: columns of the table; all that were measured if not given.
+        measures: columns of the table; all that were measured if not given, and none for maps alone.
         tokens: labels of the tokens of the example.
 
     Raises:
@@ -65,7 +76,7 @@ def draw(
     if unknown:
         raise CallError(f"the table has the measures {', '.join(known)}; got {', '.join(unknown)}")
     # Chance is the same in all heads, and stands in the title of what it is the chance of.
-    names = list(measures) if measures else [name for name in known if not name.startswith("chance")]
+    names = list(measures) if measures is not None else [name for name in known if not name.startswith("chance")]
     stacks = list(table.groupby("stack", sort=False)) if "stack" in table else [("", table)]
     panels = [(part, name, str(stack)) for stack, part in stacks for name in names]
     shown = [(key, attention, tokens) for key, attention in list(maps.items())[:_MAPS]]
@@ -75,7 +86,7 @@ def draw(
     heights = [height * math.ceil(len(drawn) / per_row) for drawn, _, per_row, height in bands]
     width = max(_WIDTH * min(len(drawn), per_row) / per_row for drawn, _, per_row, _ in bands) if bands else _WIDTH
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(width, sum(heights) or _PANEL), layout="constrained")
+        figure = ShownFigure(figsize=(width, sum(heights) or _PANEL), layout="constrained")
         parts = figure.subfigures(len(bands), 1, squeeze=False, height_ratios=heights)[:, 0] if bands else []
         for part, (drawn, draw_one, per_row, _) in zip(parts, bands, strict=True):
             rows, columns = math.ceil(len(drawn) / per_row), min(len(drawn), per_row)

@@ -436,6 +436,7 @@ def test_the_figure_and_the_page_show_every_measure_and_no_markup_of_tokens(mode
     assert titles[-1] == "layer 0, head 1"
     assert titles[2].startswith("relevant\nchance 0.")
     shown = probe.figure(["sink"])
+    assert getattr(shown, "_repr_png_")().startswith(b"\x89PNG")  # noqa: B009 (what a notebook asks for)
     drawn = shown.axes[0].images[0].get_array()
     np.testing.assert_allclose(np.asarray(drawn), probe.table()["sink"].to_numpy().reshape(2, 4))
     page = probe._repr_html_()

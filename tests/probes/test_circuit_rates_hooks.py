@@ -259,8 +259,9 @@ def test_collapsed_circuits_are_scaled():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    torch.testing.assert_close(model.W_QK.detach(), torch.full_like(model.W_QK, -20 * LR), rtol=1e-14, atol=0)
-    torch.testing.assert_close(model.W_OV.detach(), torch.full_like(model.W_OV, -0.5 * LR), rtol=1e-14, atol=0)
+    for name, multiplier in (("W_QK", 20), ("W_OV", 0.5)):
+        weight = model.get_parameter(name).detach()
+        torch.testing.assert_close(weight, torch.full_like(weight, -multiplier * LR), rtol=1e-14, atol=0)
 
 
 #: Optimizers whose step depends on other entries, or is not in proportion to the rate.
