@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, cached_property
-from typing import Any, TypeVar
+from functools import cache
+from typing import TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController
@@ -23,7 +23,7 @@ def in_threads(job: Callable[[int, int], Result], count: int) -> list[Result]:
     threads = torch.get_num_threads()
     parts = max(1, min(threads, count))
     bounds = [count * part // parts for part in range(parts + 1)]
-    with _numpy_threads.single():
+    with _one_numpy_thread():
         if parts == 1:
             return [job(0, count)]
         return list(_workers(threads).map(job, bounds[:-1], bounds[1:]))
@@ -48,42 +48,31 @@ def _workers(threads: int) -> ThreadPoolExecutor:
     return workers
 
 
-class _NumpyThreads:
-    """How many threads numpy's products have, set to one while anybody works here and set back after the last."""
+@cache
+def _numpy() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="blas")
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._working = 0
-        self._limit: Any = None
 
-    @cached_property
-    def _controller(self) -> ThreadpoolController:
-        return ThreadpoolController().select(user_api="blas")
+@contextmanager
+def _one_numpy_thread() -> Iterator[None]:
+    """One thread for each of numpy's products, unless another caller has set that, who sets it back.
 
-    @contextmanager
-    def single(self) -> Iterator[None]:
-        with self._lock:
-            self._working += 1
-            if self._working == 1:
-                self._limit = self._controller.limit(limits=1)
-        try:
+    threadpoolctl lets only the thread that sets the number of all of them set it back, so that they cannot wait for the
+    last caller: who began later may have more threads at the end, which costs time alone.
+    """
+    if not _numpy_is_set.acquire(blocking=False):
+        yield
+        return
+    try:
+        with _numpy().limit(limits=1):
             yield
-        finally:
-            with self._lock:
-                self._working -= 1
-                if self._working == 0:
-                    self._limit.restore_original_limits()
+    finally:
+        _numpy_is_set.release()
 
 
-_numpy_threads = _NumpyThreads()
+_numpy_is_set = threading.Lock()
 
 
-def _begin_anew() -> None:
-    """Threads, and whoever held the lock, stay behind when a process is forked."""
-    global _numpy_threads
-    _workers.cache_clear()
-    _numpy_threads = _NumpyThreads()
-
-
+# Threads stay behind when a process is forked.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_workers.cache_clear)

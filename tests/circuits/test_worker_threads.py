@@ -6,15 +6,18 @@ import threading
 import pytest
 import torch
 from qkov.circuits import Circuit
-from qkov.circuits.worker_threads import in_threads
-from threadpoolctl import ThreadpoolController
+from qkov.circuits.worker_threads import _workers, in_threads
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 
 @pytest.fixture
 def two_threads():
+    """Of torch and of numpy, whatever the environment says, and workers that are not there yet."""
     before = torch.get_num_threads()
+    _workers.cache_clear()
     torch.set_num_threads(2)
-    yield
+    with threadpool_limits(2, user_api="blas"):
+        yield
     torch.set_num_threads(before)
 
 
@@ -50,6 +53,28 @@ def test_an_error_in_a_part_is_the_caller_s_and_threads_are_set_back(two_threads
     numpys = numpy_threads()
     with pytest.raises(ValueError, match="in a part"):
         in_threads(fails, 4)
+    assert numpy_threads() == numpys
+
+
+def test_callers_at_once_leave_numpy_the_threads_that_it_had(two_threads):
+    numpys = numpy_threads()
+    assert set(numpys) == {2}
+    is_working, may_end = threading.Event(), threading.Event()
+
+    def begins_later_and_ends_last(*_):
+        is_working.set()
+        assert may_end.wait(60)
+
+    other = threading.Thread(target=in_threads, args=(begins_later_and_ends_last, 1))
+
+    def works(*_):
+        other.start()
+        assert is_working.wait(60)
+        return set(numpy_threads())
+
+    assert in_threads(works, 1) == [{1}]
+    may_end.set()
+    other.join()
     assert numpy_threads() == numpys
 
 
