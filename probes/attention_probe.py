@@ -1,7 +1,7 @@
 """Attention of a live model, measured while it runs: a context around the calls of a notebook or a training loop."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,13 +93,15 @@ class AttentionProbe:
         Raises:
             CallError: no attention is found or it is fused, or an argument is not one of those above.
         """
-        unknown = [name for name in measures if name not in MEASURES]
-        if unknown or isinstance(measures, str):
+        known = isinstance(measures, Sequence) and not isinstance(measures, str) and set(measures) <= set(MEASURES)
+        if not known:
             raise CallError(f"measures should be some of {', '.join(MEASURES)}, got {measures!r}")
         if isinstance(queries, str) and queries not in ("all", "last"):
             raise CallError(f"queries should be 'all', 'last' or a mask, got {queries!r}")
         if isinstance(readout, str) and readout not in ("last", "first"):
             raise CallError(f"readout should be 'last', 'first' or positions, got {readout!r}")
+        if not isinstance(rollout, Rollout):
+            raise CallError(f"rollout should be a Rollout, got {rollout!r}; to leave it out, leave it out of measures")
         self._model = unwrapped_model(model)
         self._source = source_of(self._model)
         self._settings = BatchSettings(
@@ -110,7 +112,7 @@ class AttentionProbe:
             maps=asked_maps(maps, self._source),
         )
         self.tokens = tokens
-        self._ends: list[Callable[[], None]] = []
+        self._ends: ExitStack | None = None
         self._batch: WatchedBatch | None = None
         self._held: AbstractContextManager[None] | None = None
         self.reset()
@@ -142,12 +144,15 @@ class AttentionProbe:
 
     def __enter__(self) -> "AttentionProbe":
         """Watch the model."""
-        if self._ends:
+        if self._ends is not None:
             raise CallError("this probe is watching already; leave its block first, or make another")
+        self._ends = ExitStack()
         try:
-            self._ends += self._source.attach(self._take)
+            # One by one, so that an interrupt in between leaves no hook of which nobody knows.
+            for end in self._source.attach(self._take):
+                self._ends.callback(end)
             watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
-            self._ends.append(watch_forward(self._model, watcher))
+            self._ends.callback(watch_forward(self._model, watcher))
         except BaseException:
             self._stop()
             raise
@@ -277,8 +282,9 @@ class AttentionProbe:
 
     def _stop(self) -> None:
         self._abandon()
-        while self._ends:
-            self._ends.pop()()
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            ends.close()
 
     def _demand_calls(self) -> None:
         if self._sums:

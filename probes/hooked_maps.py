@@ -1,6 +1,6 @@
 """Maps of models with TransformerLens' hook points: HookedTransformer, HookedEncoder, TransformerBridge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,9 +41,10 @@ class HookedMaps(MapSource):
                     points[stack, layer] = point
         return cls(points, type(model).__name__) if points else None
 
-    def attach(self, receive: Receiver) -> list[Callable[[], None]]:
+    def attach(self, receive: Receiver) -> Iterator[Callable[[], None]]:
         """Register a hook of torch at every hook point."""
-        return [point.register_forward_hook(_hook(key, receive)).remove for key, point in self._points.items()]
+        for key, point in self._points.items():
+            yield point.register_forward_hook(_hook(key, receive)).remove
 
 
 def _hook(key: LayerKey, receive: Receiver) -> Callable[[nn.Module, Any, Tensor], None]:

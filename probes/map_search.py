@@ -72,9 +72,12 @@ def asked_maps(
         if maps != "all":
             raise CallError(f"maps should be 'all' or pairs (layer, head), got {maps!r}")
         return None
+    pairs = list(maps) if isinstance(maps, Iterable) else [maps]
+    if not all(isinstance(pair, tuple | list) and len(pair) in (2, 3) for pair in pairs):
+        raise CallError(f"maps should be 'all' or pairs (layer, head), got {maps!r}")
     stacks = list(dict.fromkeys(stack for stack, _ in source.keys))
     asked: set[HeadKey] = set()
-    for pair in maps:
+    for pair in pairs:
         found = [(stack, *pair) for stack in stacks] if len(pair) == 2 else [pair]
         known = [key for key in found if key[:2] in source.keys and key[2] >= 0]
         if not known:

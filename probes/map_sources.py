@@ -1,7 +1,7 @@
 """Where the attention maps of a live model come from, whatever library it is of."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -50,6 +50,11 @@ class GivenRows:
 Receiver = Callable[[GivenMap | GivenRows], None]
 
 
+def layer_name(key: LayerKey) -> str:
+    """Return a layer in words."""
+    return f"{key[0]} layer {key[1]}".lstrip()
+
+
 class MapSource(ABC):
     """A model whose maps can be had while it runs.
 
@@ -64,8 +69,8 @@ class MapSource(ABC):
     keys: tuple[LayerKey, ...]
 
     @abstractmethod
-    def attach(self, receive: Receiver) -> list[Callable[[], None]]:
-        """Hand every map on as it comes, and return what ends it."""
+    def attach(self, receive: Receiver) -> Iterator[Callable[[], None]]:
+        """Hand every map on as it comes, and yield what ends it, hook by hook."""
 
     def mask_names(self, stack: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names that the masks of the queries and of the keys of a stack go by in a call."""

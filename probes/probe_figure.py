@@ -72,9 +72,8 @@ def draw(
         CallError: a measure is no column, or labels are not as many as a map has keys.
     """
     known = [name for name in COLUMNS if name in table and bool(table[name].notna().any())]
-    unknown = [name for name in measures or () if name not in table or name not in COLUMNS]
-    if unknown:
-        raise CallError(f"the table has the measures {', '.join(known)}; got {', '.join(unknown)}")
+    if isinstance(measures, str) or any(name not in table or name not in COLUMNS for name in measures or ()):
+        raise CallError(f"measures should be some of {', '.join(known)}, which the table has; got {measures!r}")
     # Chance is the same in all heads, and stands in the title of what it is the chance of.
     names = list(measures) if measures is not None else [name for name in known if not name.startswith("chance")]
     stacks = list(table.groupby("stack", sort=False)) if "stack" in table else [("", table)]

@@ -1,6 +1,6 @@
 """Attention of this project's single-layer model, which has one row for each sequence and no positions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class SingleLayerMaps(MapSource):
         """Take a model of that class; None for others."""
         return cls(model) if isinstance(model, SingleLayerAttention) else None
 
-    def attach(self, receive: Receiver) -> list[Callable[[], None]]:
+    def attach(self, receive: Receiver) -> Iterator[Callable[[], None]]:
         """Compute the attention of every forward once more, without gradient."""
 
         def taken(_args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
@@ -37,7 +37,7 @@ class SingleLayerMaps(MapSource):
                 for stack, run in zip(self._stacks, attention, strict=True):
                     receive(GivenRows((stack, 0), row_measures(run, sequences)))
 
-        return [on_output(self._model, self._model, taken)]
+        yield on_output(self._model, self._model, taken)
 
 
 def row_measures(

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..analyses.attention.model import last_token
-from ..circuits.errors import CallError
-from .map_sources import GivenMap, MapSource
+from ..circuits.errors import CallError, reason
+from .map_sources import GivenMap, MapSource, layer_name
 
 #: True or 1 for some tokens: [position] for all examples or [batch, position], or what makes it of the tokens.
 TokenMask = Tensor | Sequence[Any] | Callable[[Any], Any]
@@ -153,7 +153,7 @@ class TokenMasks:
     def _readout(self, queries: Bool[Tensor, "batch query"], read: "_Reader") -> Int[Tensor, " batch"]:
         if isinstance(self.readout, str):
             return last_token(queries) if self.readout == "last" else queries.long().argmax(dim=1)
-        places = read.value(self.readout).reshape(-1)
+        places = read.value(self.readout, "readout").reshape(-1)
         length = queries.shape[1]
         if len(places) != len(queries) or places.is_floating_point() or bool(((places < 0) | (places >= length)).any()):
             raise CallError(
@@ -171,16 +171,22 @@ class _Reader:
     batch: int
     device: torch.device
 
-    def value(self, given: Any) -> Tensor:
+    def value(self, given: Any, name: str) -> Tensor:
         """What was given, or what the function that was given makes of the tokens."""
         if callable(given):
             if self.tokens is None:
                 raise CallError("a mask that is made of the tokens needs a model that is called with a tensor")
             given = given(self.tokens)
-        return torch.as_tensor(given, device=self.device).detach()
+        try:
+            return torch.as_tensor(given, device=self.device).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CallError(
+                f"{name} should be a tensor or numbers as a tensor is made of, got {type(given).__name__} "
+                f"({reason(error)})"
+            ) from error
 
     def __call__(self, given: Any, name: str) -> Bool[Tensor, "batch position"]:
-        value = self.value(given)
+        value = self.value(given, name)
         if value.ndim not in (1, 2) or (value.ndim == 2 and len(value) not in (1, self.batch)):
             raise CallError(
                 f"{name} has shape {list(value.shape)}; expected [position], or [batch, position] with {self.batch} "
@@ -225,9 +231,7 @@ def _demand_no_texts(arguments: Mapping[str, Any]) -> None:
 
 def _demand_length(mask: Tensor, length: int, name: str, given: GivenMap) -> None:
     if mask.shape[1] != length:
-        stack, layer = given.key
-        place = f"{stack} layer {layer}".lstrip()
         raise CallError(
-            f"{name} has {mask.shape[1]} positions, and the map of {place} has {length}, with the shape "
-            f"{list(given.attention.shape)} as [batch, head, query, key]"
+            f"{name} has {mask.shape[1]} positions, and the map of {layer_name(given.key)} has {length}, with the "
+            f"shape {list(given.attention.shape)} as [batch, head, query, key]"
         )

@@ -1,6 +1,6 @@
 """Maps of torch.nn.MultiheadAttention, which computes them in a fused way or averages them: computed once more."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
@@ -43,9 +43,10 @@ class TorchMaps(MapSource):
         """Switch the fused path off where there is one."""
         return _PlainPath() if self._has_fused_path else nullcontext()
 
-    def attach(self, receive: Receiver) -> list[Callable[[], None]]:
+    def attach(self, receive: Receiver) -> Iterator[Callable[[], None]]:
         """Register a hook at every module."""
-        return [on_output(module, self._model, _taken(key, module, receive)) for key, module in self._modules.items()]
+        for key, module in self._modules.items():
+            yield on_output(module, self._model, _taken(key, module, receive))
 
 
 class _PlainPath(AbstractContextManager[None]):

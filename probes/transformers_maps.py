@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..circuits.errors import CallError
-from .map_sources import GivenMap, MapSource, Receiver, layer_numbers
+from .map_sources import GivenMap, MapSource, Receiver, layer_name, layer_numbers
 
 _REMEDY = (
     "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
@@ -54,18 +54,15 @@ class TransformersMaps(MapSource):
         self._seen = {}
         return nullcontext()
 
-    def attach(self, receive: Receiver) -> list[Callable[[], None]]:
+    def attach(self, receive: Receiver) -> Iterator[Callable[[], None]]:
         """Register a hook at every module that gives maps."""
-        ends: list[Callable[[], None]] = []
         for stack, modules in self._stacks.items():
             layers = _layers(modules)
             numbers = layers if len(layers) == len(modules) else [None] * len(modules)
             for number, module in zip(numbers, modules, strict=True):
                 if module.ask:
-                    ends.append(module.module.register_forward_pre_hook(_ask(module.module), with_kwargs=True).remove)
-                taken = self._taken(stack, number, module, receive)
-                ends.append(module.module.register_forward_hook(taken).remove)
-        return ends
+                    yield module.module.register_forward_pre_hook(_ask(module.module), with_kwargs=True).remove
+                yield module.module.register_forward_hook(self._taken(stack, number, module, receive)).remove
 
     def _taken(
         self, stack: str, number: int | None, given: "_MapModule", receive: Receiver
@@ -76,7 +73,7 @@ class TransformersMaps(MapSource):
             self._seen[stack] = self._seen.get(stack, 0) + 1
             attention = output[given.index] if isinstance(output, tuple) and len(output) > 1 else None
             if not isinstance(attention, Tensor):
-                raise CallError(f"{f'{stack} layer {layer}'.lstrip()} of {self.name} gave no attention map; {_REMEDY}")
+                raise CallError(f"{layer_name((stack, layer))} of {self.name} gave no attention map; {_REMEDY}")
             if given.ask:
                 _demand_weights(attention, layer, given, self.name)
             receive(GivenMap((stack, layer), attention, is_self=not given.cross))

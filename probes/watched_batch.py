@@ -11,7 +11,7 @@ from torch import Tensor
 from ..analyses.attention.rollout_settings import Rollout
 from ..circuits.errors import CallError
 from ..circuits.products import upcast
-from .map_sources import GivenMap, GivenRows, LayerKey, MapSource
+from .map_sources import GivenMap, GivenRows, LayerKey, MapSource, layer_name
 from .rollout_mass import RolloutMass
 from .streamed_measures import QueryMeasures
 from .token_masks import Sides, TokenMasks
@@ -107,11 +107,10 @@ class WatchedBatch:
         Raises:
             CallError: it has been measured in this call, or the masks do not fit it.
         """
-        stack, layer = given.key
         if given.key in self.sums:
             raise CallError(
-                f"{f'{stack} layer {layer}'.lstrip()} of {self.source.name} gave two maps in one call of the model: "
-                f"put the probe on the part that is called twice"
+                f"{layer_name(given.key)} of {self.source.name} gave two maps in one call of the model: put the probe "
+                f"on the part that is called twice"
             )
         if isinstance(given, GivenRows):
             self.sums[given.key] = _of_rows(given, self.settings.names)
@@ -119,8 +118,8 @@ class WatchedBatch:
         attention = given.attention.detach()
         if attention.ndim != 4:
             raise CallError(
-                f"{f'{stack} layer {layer}'.lstrip()} of {self.source.name} gave a map of shape "
-                f"{list(attention.shape)}; expected [batch, head, query, key]"
+                f"{layer_name(given.key)} of {self.source.name} gave a map of shape {list(attention.shape)}; expected "
+                f"[batch, head, query, key]"
             )
         # Products of maps are to be as exact as they are outside of the user's mixed precision.
         with torch.no_grad(), torch.autocast(attention.device.type, enabled=False):
@@ -172,8 +171,8 @@ class WatchedBatch:
         for head in heads:
             if head >= attention.shape[1]:
                 raise CallError(
-                    f"the map of head {head} was asked for; {f'{key[0]} layer {key[1]}'.lstrip()} of "
-                    f"{self.source.name} has heads 0 to {attention.shape[1] - 1}"
+                    f"the map of head {head} was asked for; {layer_name(key)} of {self.source.name} has heads 0 to "
+                    f"{attention.shape[1] - 1}"
                 )
             self.maps[*key, head] = attention[:, head].cpu().clone()
 

@@ -14,6 +14,7 @@ import transformers
 from qkov.analyses.attention.rollout_settings import Rollout
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
+from torch.utils.hooks import RemovableHandle
 
 from ..analyses.tiny_models import Tiny, gpt2, small
 from .plain_measures import assert_table, plain_measures, plain_rollout
@@ -251,6 +252,8 @@ def test_queries_that_dropout_left_without_keys_are_left_out():
         ({"relevant": torch.ones(7)}, r"relevant has 7 positions, and the map of layer 0 has 9"),
         ({"relevant": torch.ones(2, 9)}, r"relevant has shape \[2, 9\]; expected \[position\], or \[batch, position\]"),
         ({"relevant": torch.full((9,), 0.5)}, "relevant has values other than 0 and 1"),
+        ({"relevant": [[1, 0], [1]]}, r"relevant should be a tensor or numbers .*, got list \(expected sequence of"),
+        ({"relevant": lambda _tokens: None}, r"relevant should be a tensor or numbers .*, got NoneType"),
         ({"mask": torch.ones(8)}, "the mask of the keys has 8 positions"),
         ({"queries": torch.ones(5)}, "queries has 5 positions"),
         ({"readout": torch.tensor([9, 0, 0])}, "one of 9 positions for each of 3 examples"),
@@ -301,6 +304,32 @@ def test_a_call_that_breaks_off_leaves_what_was_there(model, error):
     with pytest.raises(error), AttentionProbe(model):
         raise error
     assert hooks_of(model) == 0
+
+
+def test_interrupts_while_hooks_come_and_go_leave_none(model, monkeypatch):
+    def interrupt(*_args: Any, **_kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.transformer.h[1].attn, "register_forward_hook", interrupt)
+        with pytest.raises(KeyboardInterrupt), AttentionProbe(model):
+            pass
+    assert hooks_of(model) == 0
+    remove, interrupts = RemovableHandle.remove, [KeyboardInterrupt]
+
+    def remove_and_interrupt(handle: RemovableHandle) -> None:
+        remove(handle)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(RemovableHandle, "remove", remove_and_interrupt)
+    probe = AttentionProbe(model)
+    with pytest.raises(KeyboardInterrupt), probe:
+        pass
+    assert hooks_of(model) == 0
+    with probe:
+        model(tokens())
+    assert set(probe.table()["queries"]) == {27}
 
 
 def test_several_probes_and_the_user_s_hooks_go_together_in_any_order(model):
@@ -445,7 +474,7 @@ def test_the_figure_and_the_page_show_every_measure_and_no_markup_of_tokens(mode
     assert f"{probe.table()['entropy'][3]:.3f}" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "nothing was measured" in AttentionProbe(model)._repr_html_()
-    with pytest.raises(CallError, match="the table has the measures entropy"):
+    with pytest.raises(CallError, match=r"measures should be some of entropy, .*which the table has"):
         probe.figure(["nothing"])
     probe.tokens = labels[:3]
     with pytest.raises(CallError, match="3 labels of tokens were given for a map of 9 keys"):
