@@ -182,16 +182,17 @@ def test_fused_attention_is_refused_with_the_remedy():
 @pytest.mark.filterwarnings("ignore")
 def test_what_no_hook_reaches_is_refused():
     model = eager(Tiny("GPT2LMHeadModel", gpt2, "").build())
-    compiled: Any = torch.compile(model)
+    compiled: Any = torch.compile(model, backend="eager")
     for given, message in [
         (compiled, "the model is compiled"),
         (nn.DataParallel(model), "put the probe on model.module"),
         (nn.Linear(2, 2), "Linear has no attention that a probe knows"),
         ("gpt2", r"expected a torch\.nn\.Module to put the probe on, got str"),
     ]:
-        with pytest.raises(Exception, match=message):
+        with pytest.raises(CallError, match=message):
             AttentionProbe(given)
-    tower: Any = transformers.CLIPModel(transformers.CLIPConfig())
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    tower: Any = transformers.CLIPModel(transformers.CLIPConfig(text_config=sizes, vision_config=sizes))
     with pytest.raises(CallError, match=r"holds several stacks of attention .*put the probe on one of its parts"):
         AttentionProbe(eager(tower))
 

@@ -10,7 +10,8 @@ import torch
 import transformers
 from qkov.probes import AttentionProbe
 
-USES = 1000
+#: Memory is traced over the last 2 TRACED of them, for tracing takes time, and measured over the second half.
+USES, TRACED = 1000, 250
 
 
 def main() -> None:
@@ -37,12 +38,14 @@ def main() -> None:
             use(number)
         gc.collect()
         objects = len(gc.get_objects())
+        for number in range(USES - 50 - 2 * TRACED):
+            use(number)
         tracemalloc.start()
-        for number in range(100):
+        for number in range(TRACED):
             use(number)
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        for number in range(USES - 150):
+        for number in range(TRACED):
             use(number)
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
