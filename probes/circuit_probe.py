@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -91,8 +92,12 @@ class CircuitProbe:
             QkovError: the model's weights are not recognised, or cannot be read.
         """
         self._is_due = _schedule(every)
-        if start < 0:
-            raise CallError(f"start should be a number of steps, got {start}")
+        if not isinstance(start, Integral) or start < 0:
+            raise CallError(f"start should be a number of steps, got {start!r}")
+        if log is not None and not callable(log):
+            raise CallError(f"log should be a function of a step and its figures, got {log!r}")
+        if directions is not None and not isinstance(directions, TaskDirections):
+            raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
         options = ReadingOptions(mapping, family, heads, prefix)
         view = View.of(basis, rotary_offset)
         self._run = LiveRun(model, options, view, directions, store, log, start, resume)
@@ -114,19 +119,29 @@ class CircuitProbe:
 
         Raises:
             CallError: the probe is attached to an optimizer, which tells it of the steps.
-            QkovError: the weights cannot be read.
+            QkovError: the weights cannot be read, or the store cannot be written, as where the disk is full; training
+                can go on, and the next step that is due is logged.
         """
         if self._attached is not None:
             raise CallError(
                 "the probe is attached to an optimizer and counts its steps itself: call probe.note(loss=...)"
             )
         self.note(**scalars if loss is None else {"loss": loss, **scalars})
-        self.end_step()
-        # No other call comes before the next step.
-        self.begin_step(with_gradients=False)
+        try:
+            self.end_step()
+        finally:
+            # No other call comes before the next step, also where `log` raised and training goes on.
+            self.begin_step(with_gradients=False)
 
     def note(self, **scalars: SupportsFloat) -> None:
-        """Give figures to carry along with the step that comes next, such as its loss."""
+        """Give figures to carry along with the step that comes next, such as its loss.
+
+        Raises:
+            CallError: one is no number.
+        """
+        for name, value in scalars.items():
+            if not isinstance(value, SupportsFloat) or (isinstance(value, Tensor) and value.numel() != 1):
+                raise CallError(f"{name} should be a number to carry along with the step, got {_in_words(value)}")
         if self._is_next_due:
             numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in scalars.items()}
             self._noted |= {name: float(value) for name, value in numbers.items()}
@@ -138,8 +153,10 @@ class CircuitProbe:
         changes steps by hooks of its own, such as `CircuitRates`, has to be there before, to be part of the step.
 
         Raises:
-            CallError: the probe is attached already.
+            CallError: it is no optimizer, or the probe is attached already.
         """
+        if not isinstance(optimizer, Optimizer):
+            raise CallError(f"expected a torch.optim.Optimizer to attach the probe to, got {type(optimizer).__name__}")
         if self._attached is not None:
             raise CallError("the probe is attached to an optimizer already: detach it first")
         self._attached = Attached(self, optimizer, self._detached)
@@ -163,9 +180,9 @@ class CircuitProbe:
             QkovError: the weights cannot be read.
         """
         self.steps += 1
-        if self._is_next_due:
+        is_due, self._is_next_due = self._is_next_due, self._is_due(self.steps + 1)
+        if is_due:
             self._look()
-        self._is_next_due = self._is_due(self.steps + 1)
 
     def add_scalars(self, step: int, **scalars: float) -> None:
         """Give the rows of a step figures that came after it, if it is the one that was logged last."""
@@ -178,7 +195,9 @@ class CircuitProbe:
 
     def _look(self) -> None:
         model = self._run.model
-        if self._before is None:
+        before, gradients, scalars = self._before, self._gradients, self._noted
+        self._before, self._gradients, self._noted = None, None, {}
+        if before is None:
             raise CallError(f"step {self.steps} was ended and never begun: call begin_step() before it is taken")
         if not self._has_warned and not model.has_gradients():
             self._has_warned = True
@@ -187,10 +206,8 @@ class CircuitProbe:
                 f"probe.step() before the gradients are set to zero",
                 stacklevel=4,
             )
-        gradients = model.gradients() if self._gradients is None else self._gradients
-        scalars, self._noted = self._noted, {}
-        self._run.look(self.steps, model.step_figures(self._before, gradients), scalars)
-        self._before, self._gradients = None, None
+        figures = model.step_figures(before, model.gradients() if gradients is None else gradients)
+        self._run.look(self.steps, figures, scalars)
 
     def _detached(self) -> None:
         self._attached = None
@@ -235,9 +252,13 @@ class Attached:
 def _schedule(every: int | Iterable[int] | Callable[[int], bool]) -> Callable[[int], bool]:
     if callable(every):
         return every
-    if isinstance(every, int):
-        if every < 1:
-            raise CallError(f"every should be at least 1, steps, or a function of the step, got {every}")
+    steps = frozenset(every) if isinstance(every, Iterable) else frozenset()
+    if steps and all(isinstance(step, Integral) for step in steps):
+        return steps.__contains__
+    if isinstance(every, int) and every >= 1:
         return lambda step: step % every == 0
-    steps = frozenset(int(step) for step in every)
-    return steps.__contains__
+    raise CallError(f"every should be a number from 1, some steps, or a function of the step, got {every!r}")
+
+
+def _in_words(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -85,9 +85,10 @@ class LiveRun:
                 f"{dropped[-1]}",
                 stacklevel=4,
             )
-        if is_new:
-            self._keep(self._rows)
         self._last = self._start
+        if is_new:
+            self._store.write(start, self._rows)
+            self._tell()
 
     def look(self, step: int, figures: StepFigures, scalars: dict[str, float]) -> None:
         """Measure the model as it is after a step.
@@ -98,10 +99,12 @@ class LiveRun:
             scalars: to carry along, such as the loss.
         """
         layers = self.model.layers()
-        self._rows = self._measured(self._at(step, LayersInMemory(layers.held, scalars)), figures)
-        self._last = self._at(step, LayersInMemory.copied(layers.held))
-        self.last_step = step
-        self._keep(self._rows)
+        rows = self._measured(self._at(step, LayersInMemory(layers.held, scalars)), figures)
+        last = self._at(step, LayersInMemory.copied(layers.held))
+        self._store.write(step, rows)
+        # What comes next is compared with what is stored, whatever ended a step before it was.
+        self._rows, self._last, self.last_step = rows, last, step
+        self._tell()
 
     def add_scalars(self, scalars: dict[str, float]) -> None:
         """Give the rows of the last step figures that came later."""
@@ -125,10 +128,9 @@ class LiveRun:
             measured.append(row | missing | {name: values[row["head"]] for name, values in of_circuit.items()})
         return measured
 
-    def _keep(self, rows: list[dict[str, Any]]) -> None:
-        self._store.write(self.last_step, rows)
+    def _tell(self) -> None:
         if self._log is not None:
-            self._log(self.last_step, _record(rows))
+            self._log(self.last_step, _record(self._rows))
 
 
 def _record(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """CircuitProbe in training loops: what it logs of each step, against autograd on the dense products."""
 
+import contextlib
 import copy
 import math
 
@@ -292,6 +293,34 @@ def test_a_callable_gets_every_figure_by_name():
     assert not [name for name in records[0] if "taken" in name or "speed" in name]
 
 
+@pytest.mark.parametrize("way", ["step", "attach"])
+def test_steps_after_a_log_that_failed_are_as_if_it_had_not(way):
+    def trained(log) -> pd.DataFrame:
+        model = Classifier()
+        stepping = torch.optim.SGD(model.parameters(), 0.1)
+        probe = CircuitProbe(model, every=[1, 2, 4], log=log)
+        if way == "attach":
+            probe.attach(stepping)
+        for step in range(5):
+            stepping.zero_grad()
+            loss_of(model, step).backward()
+            with contextlib.suppress(ConnectionError):
+                stepping.step()
+            if way == "step":
+                with contextlib.suppress(ConnectionError):
+                    probe.step(loss=float(step))
+        assert probe.steps == 5
+        return probe.table()
+
+    def fail(step: int, _record: dict[str, float]) -> None:
+        if step == 1:
+            raise ConnectionError("of the logger")
+
+    failed = trained(fail)
+    assert sorted(failed["step"].unique()) == [0, 1, 2, 4]
+    pd.testing.assert_frame_equal(failed, trained(None))
+
+
 def test_directions_take_the_place_of_the_start():
     torch.manual_seed(0)
     model = Classifier()
@@ -365,7 +394,8 @@ def test_circuit_rates_that_were_attached_before_are_part_of_the_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every should be at least 1"),
+        ({"every": 0}, "every should be a number from 1, some steps, or a function of the step, got 0"),
+        ({"every": []}, r"every should be a number from 1, some steps, or a function of the step, got \[\]"),
         ({"start": -1}, "start should be a number of steps, got -1"),
         ({"basis": "other"}, "basis should be one of raw, folded, folded_centred"),
         ({"rotary_offset": 2}, "the model Classifier has no layer with rotary positions"),
