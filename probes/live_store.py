@@ -1,6 +1,8 @@
 """The run store of a model in training: written step by step, and readable at any moment."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from ..analyses.trajectories.store import RunStore, table_of
-from ..circuits.errors import CallError
+from ..circuits.errors import CallError, QkovError
 
 
 class LiveStore:
@@ -38,24 +40,49 @@ class LiveStore:
             self._demand_same(self._store.description(), resume)
 
     def begin(self) -> bool:
-        """Write run.json and delete what lies after the start; say whether the start itself is still to be written."""
-        self._store.describe(self._description)
-        self.dropped = self._store.drop_after(self._start)
-        self._columns = self._store.columns()
+        """Write run.json and delete what lies after the start; say whether the start itself is still to be written.
+
+        Raises:
+            QkovError: the disk is full, or cannot be written to.
+        """
+        with self._demand_written("run.json"):
+            self._store.describe(self._description)
+            self.dropped = self._store.drop_after(self._start)
+            self._columns = self._store.columns()
+            # A writer that was killed as it added columns began with the first file.
+            self._store.add_columns(self._columns)
         return self._start not in self._store.steps()
 
     def write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the figures of a step. All files get the same columns, so that they are read as one table."""
+        """Write the figures of a step. All files get the same columns, so that they are read as one table.
+
+        Raises:
+            QkovError: the disk is full, or cannot be written to; the step is left out.
+        """
+        with self._demand_written(f"step {step}"):
+            self._write(step, rows)
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows."""
+        return self._store.table()
+
+    @contextmanager
+    def _demand_written(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise QkovError(
+                f"{what} could not be written to {self._store.folder} ({error.strerror or error}): the steps that are "
+                f"there are whole; make room, then go on training, or from a saved step with start=STEP and resume=True"
+            ) from error
+
+    def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         if self._columns and (added := [name for name in rows[0] if name not in self._columns]):
             self._store.add_columns(added)
         self._columns = list(dict.fromkeys([*self._columns, *rows[0]]))
         rows = [dict.fromkeys(self._columns) | row for row in rows]
         key = {"live": self._description["source"], "settings": self._description["settings"], "step": step}
         self._store.write(step, json.dumps(key | {"qkov": version("qkov")}, sort_keys=True), rows)
-
-    def table(self) -> pd.DataFrame:
-        """Return all rows."""
-        return self._store.table()
 
     def _demand_same(self, found: dict[str, Any], resume: bool) -> None:
         folder, source = self._store.folder, found.get("source")

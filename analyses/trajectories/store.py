@@ -138,12 +138,14 @@ class RunStore:
         self._write(self.path(step), key, _table(rows))
 
     def add_columns(self, names: list[str]) -> None:
-        """Add columns of figures that are missing throughout, so that all files of steps have the same ones."""
+        """Add columns of figures that are missing throughout where they are not, so that all files have the same."""
         for path in map(self.path, self.steps()):
             table = self._open(path)
-            for name in names:
+            lacking = [name for name in names if name not in table.column_names]
+            for name in lacking:
                 table = table.append_column(name, pa.nulls(len(table), pa.float64()))
-            self._write(path, (table.schema.metadata or {}).get(_KEY, b"").decode(), table)
+            if lacking:
+                self._write(path, (table.schema.metadata or {}).get(_KEY, b"").decode(), table)
 
     def columns(self) -> list[str]:
         """Return the columns of the files of steps; none where there is no file.

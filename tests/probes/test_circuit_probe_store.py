@@ -1,6 +1,7 @@
 """The store of a model in training: readable at any moment, refused where it is another's, gone on with where asked."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -10,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 from qkov.analyses.trajectories.store import RunStore
 from qkov.analyses.trajectories.track import track
-from qkov.circuits import CallError
+from qkov.circuits import CallError, QkovError
 from qkov.circuits.live_models import open_model
 from qkov.circuits.saved_format import save_checkpoint
 from qkov.probes.circuit_probe import CircuitProbe
@@ -201,3 +203,42 @@ def test_a_run_that_is_to_be_gone_on_with_may_not_have_begun(tmp_path):
     CircuitProbe(Classifier(), tmp_path / "run", start=7, resume=True)
     assert RunStore(tmp_path / "run").steps() == [7]
     np.testing.assert_array_equal(RunStore(tmp_path / "run").table()["reference"], ["step 7"] * 4)
+
+
+def test_columns_that_a_killed_writer_added_in_part_are_added_in_all_files(tmp_path):
+    run = tmp_path / "run"
+    model = Classifier()
+    train(CircuitProbe(model, run, every=1), model, 2)
+    first = run / "steps" / "step-000000000.parquet"
+    table = pq.read_table(first)
+    pq.write_table(table.append_column("training_told", pa.nulls(len(table), pa.float64())), first)
+    probe = CircuitProbe(model, run, every=1, start=2, resume=True)
+    train(probe, model, 1, told=0.5)
+    files = sorted((run / "steps").iterdir())
+    assert len({tuple(sorted(pq.read_schema(file).names)) for file in files}) == 1
+    told = pd.read_parquet(run / "steps").groupby("step")["training_told"].first()
+    assert told.notna().tolist() == [False, False, False, True]
+    assert json.loads(pq.read_schema(files[1]).metadata[b"qkov"])["step"] == 1
+
+
+def test_a_full_disk_is_one_error_and_training_can_go_on(tmp_path):
+    run = tmp_path / "run"
+    model = Classifier()
+    probe = CircuitProbe(model, run, every=1)
+    train(probe, model, 1)
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    try:
+        with pytest.raises(QkovError, match=r"^step 2 could not be written to .*run \(File too large\): the steps"):
+            train(probe, model, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+        with pytest.raises(QkovError, match=r"^run.json could not be written to "):
+            CircuitProbe(model, tmp_path / "other")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert RunStore(run).steps() == [0, 1]
+    assert not list(run.rglob(".*"))
+    train(probe, model, 1)
+    assert RunStore(run).steps() == [0, 1, 3]
+    # The step from before the last one alone, whatever came to nothing: that of gradient descent, at its rate.
+    np.testing.assert_allclose(probe.table().query("step == 3")["taken_rate"], 0.1, rtol=0.1)
