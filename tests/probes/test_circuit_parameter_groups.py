@@ -12,12 +12,13 @@ from qkov.analyses.dynamics.setting import Parameterization
 from qkov.circuits import CallError, QkovError
 from qkov.circuits.mapping import parse_mapping
 from qkov.probes import circuit_parameter_groups
+from qkov.probes.circuit_entries import circuit_entries
 from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
 
 from ..circuits.family_proof import small
-from .fused_models import BY_NAME, FUSED
+from .fused_models import BY_NAME, FUSED, HEADS
 
 LR = 1e-3
 
@@ -179,6 +180,8 @@ def test_frozen_parameters_are_left_out_and_said():
     assert len(named_groups(model, groups)["QK"]) == 2
     *_, last = groups.describe().splitlines()
     assert last.startswith("left out, for they do not train: model.embed_tokens.weight, model.layers.0.")
+    training = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    assert_each_once(model, circuit_parameter_groups(model, LR, groups=training))
 
 
 def test_the_groups_are_described_in_words():
@@ -249,6 +252,21 @@ def test_rates_that_would_change_nothing_are_refused():
     with pytest.raises(CallError, match=r"nothing of the QK circuit trains, so 30 times the rate is in vain: .*q_proj"):
         circuit_parameter_groups(model, LR)
     assert [group["name"] for group in circuit_parameter_groups(model, LR, 1.0)] == ["rest"]
+
+
+def test_places_next_to_each_other_are_one_range():
+    """GPT-2's c_attn: queries and keys in the columns before the values; NeoX's rows: q, k and v of each head."""
+    for name, dimension, blocks in (("GPT-2", 1, 1), ("GPT-NeoX", 0, HEADS)):
+        fused = BY_NAME[name]
+        model = fused.model(torch.float32)
+        weight = fused.projection.format(layer=0)
+        found = {one.circuit: one for one in circuit_entries(model) if one.name == weight}
+        size = model.get_parameter(weight).shape[dimension]
+        assert found["QK"].dimension == found["OV"].dimension == dimension
+        block = size // blocks
+        third, starts = block // 3, range(0, size, block)
+        assert found["QK"].ranges == tuple(range(start, start + 2 * third) for start in starts)
+        assert found["OV"].ranges == tuple(range(start + 2 * third, start + block) for start in starts)
 
 
 def test_groups_that_are_not_those_of_the_model_are_refused():

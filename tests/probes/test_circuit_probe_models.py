@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from qkov.analyses.trajectories.store import RunStore
 from qkov.circuits.factor_gradients import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
 from qkov.circuits.mapping import parse_mapping
 from qkov.probes.circuit_probe import CircuitProbe
@@ -97,6 +98,33 @@ def test_rotary_positions_leave_the_step_and_take_omega():
     assert of_ov[list(OMEGA_FIGURES)].notna().all(axis=None)
     assert (of_qk["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
     assert (of_ov["gradient_disagreement"] < 1e-12).all()
+
+
+def test_omega_is_not_told_of_rotated_circuits_however_well_the_gradients_agree():
+    """All tokens at one position, so that nothing is rotated: what is told of the layer holds, not what is seen."""
+    model = language_model("llama")
+    probe = CircuitProbe(model, every=1)
+    tokens = torch.randint(20, (4, 8), generator=torch.Generator().manual_seed(0))
+    model(tokens, position_ids=torch.zeros_like(tokens)).logits.square().sum().backward()
+    torch.optim.SGD(model.parameters(), 1e-4).step()
+    probe.step()
+    of_qk = probe.table().query("step == 1 and circuit == 'QK'")
+    assert (of_qk["gradient_disagreement"] < 1e-10).all()
+    assert of_qk[list(OMEGA_FIGURES)].isna().all(axis=None)
+
+
+def test_all_reasons_why_circuits_are_not_tested_are_in_the_store(tmp_path):
+    model = language_model("llama")
+    model.model.layers[0].self_attn.v_proj.weight.requires_grad_(False)
+    probe = CircuitProbe(model, tmp_path / "run")
+    assert RunStore(tmp_path / "run").description()["untested"] == [
+        {"circuit": "QK", "layers": ["0"], "reason": "positions rotate queries and keys"},
+        {"circuit": "OV", "layers": ["0"], "reason": "not all of its weights are trained"},
+    ]
+    probe.add_scalars(7, told=1.0)
+    assert "training_told" not in probe.table()
+    probe.add_scalars(0, told=1.0)
+    assert (probe.table()["training_told"] == 1).all()
 
 
 def test_gradients_of_low_precision_are_still_those_of_one_product():

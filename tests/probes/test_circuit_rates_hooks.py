@@ -169,7 +169,7 @@ def test_several_optimizers_that_train_one_model():
     with pytest.raises(CallError, match=r"the optimizer does not hold transformer\.h\.1\.attn\.c_attn\.weight:"):
         CircuitRates(both[0], model)
     assert [hooks(optimizer) for optimizer in both] == [0, 0]
-    CircuitRates(both, model)
+    CircuitRates([*both, both[0]], model)
     of_other = sgd(other)
     CircuitRates(of_other, other)
     for tokens in batches(3):
@@ -299,6 +299,34 @@ class Lookahead(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         super().__init__(optimizer.param_groups, {})
+
+
+class OfSquaredRates(torch.optim.SGD):
+    """Steps of gradient descent, or in proportion to the square of the rate in groups that say so."""
+
+    def __init__(self, params: Any, lr: float = LR, squared: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.defaults["squared"] = squared
+        for group in self.param_groups:
+            group.setdefault("squared", squared)
+
+    def step(self, closure: Any = None) -> Any:
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate**2 if group["squared"] else rate
+        loss = super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        return loss
+
+
+def test_every_group_is_tried_with_its_own_options():
+    model = gpt2()
+    parts = [list(part.parameters()) for part in model.transformer.h]
+    CircuitRates(OfSquaredRates([{"params": part} for part in parts]), model, 3.0).remove()
+    optimizer = OfSquaredRates([{"params": parts[0]}, {"params": parts[1], "squared": True}])
+    with pytest.raises(CallError, match=r"^OfSquaredRates does not move each entry by itself and in"):
+        CircuitRates(optimizer, model, 3.0)
 
 
 def test_optimizers_that_cannot_be_tried_are_refused():
