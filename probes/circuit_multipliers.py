@@ -1,6 +1,7 @@
 """By how much the rates of the two circuits are multiplied, and whether that can change anything."""
 
 import math
+from numbers import Real
 
 from ..circuits.errors import CallError
 from .circuit_entries import CircuitEntries, in_words
@@ -16,9 +17,14 @@ def circuit_multipliers(qk: float, ov: float) -> dict[str, float]:
         CallError: one is zero, negative, infinite or no number.
     """
     for name, multiplier in (("qk", qk), ("ov", ov)):
-        if not (math.isfinite(multiplier) and multiplier > 0):
-            raise CallError(f"the multiplier {name} should be a finite number above 0, got {multiplier}")
+        if not (is_finite(multiplier) and multiplier > 0):
+            raise CallError(f"the multiplier {name} should be a finite number above 0, got {multiplier!r}")
     return {"QK": qk, "OV": ov}
+
+
+def is_finite(value: object) -> bool:
+    """Say whether this is a number, and finite; one that is written in a string is none."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def training(entries: list[CircuitEntries], multipliers: dict[str, float]) -> list[CircuitEntries]:

@@ -1,6 +1,5 @@
 """Parameter groups in which the parameters of each circuit learn at a rate of their own."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from ..circuits.errors import CallError
 from ..circuits.mapping import Mapping
 from .circuit_entries import CircuitEntries, circuit_entries, in_words
-from .circuit_multipliers import MULTIPLIER, circuit_multipliers, training
+from .circuit_multipliers import MULTIPLIER, circuit_multipliers, is_finite, training
 
 
 class CircuitParameterGroups(list[dict[str, Any]]):
@@ -76,8 +75,8 @@ def circuit_parameter_groups(
         QkovError: no attention is found.
     """
     multipliers = circuit_multipliers(qk, ov)
-    if not (math.isfinite(lr) and lr >= 0):
-        raise CallError(f"the base rate lr should be a finite number from 0, got {lr}")
+    if not (is_finite(lr) and lr >= 0):
+        raise CallError(f"the base rate lr should be a finite number from 0, got {lr!r}")
     options: dict[str, Any] = {"mapping": mapping, "family": family, "heads": heads, "prefix": prefix}
     entries = training(circuit_entries(model, biases=biases, **options), multipliers)
     _demand_whole(entries)
@@ -114,10 +113,14 @@ def _demand_whole(entries: list[CircuitEntries]) -> None:
 
 
 def _listed(group: Dictionary[str, Any]) -> dict[str, Any]:
-    if "params" not in group:
-        raise CallError(f"a parameter group should have the key 'params', got one with {', '.join(group) or 'none'}")
+    if not isinstance(group, Dictionary) or "params" not in group:
+        got = f"one with {', '.join(group) or 'none'}" if isinstance(group, Dictionary) else type(group).__name__
+        raise CallError(f"a parameter group should have the key 'params', got {got}")
     given = group["params"]
-    listed = [given] if isinstance(given, Tensor) else list(_unnamed(given))
+    listed = list(_unnamed([given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else given))
+    for one in listed:
+        if not isinstance(one, Tensor):
+            raise CallError(f"the params of a group should be parameters, got {type(one).__name__}")
     # What an optimizer and a schedule keep of another list, or of another rate.
     options = {key: value for key, value in group.items() if key not in ("param_names", "initial_lr")}
     return {**options, "params": listed}

@@ -99,8 +99,7 @@ class CircuitRates:
         scaled = [one for one in training(found, multipliers) if multipliers[one.circuit] != 1]
         self.multipliers = multipliers
         self._found = found
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-        self._scaled = [(one, _of_optimizer(one, scaled, multipliers)) for one in optimizers]
+        self._scaled = [(one, _of_optimizer(one, scaled, multipliers)) for one in _listed(optimizer)]
         _demand_all(scaled, [one for _, of_one in self._scaled for one in of_one])
         self._handles = []
         for one, of_one in self._scaled:
@@ -163,6 +162,16 @@ class CircuitRates:
 
 #: The rates whose hooks are in place; the optimizers' hooks keep them alive.
 _ACTIVE: WeakSet[CircuitRates] = WeakSet()
+
+
+def _listed(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """The optimizers, each once: a step that is scaled twice would be too large."""
+    given = optimizer if isinstance(optimizer, Iterable) else [optimizer]
+    optimizers = list(dict.fromkeys(given))
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise CallError(f"expected a torch.optim.Optimizer, or several in a list, got {type(one).__name__}")
+    return optimizers
 
 
 def _of_optimizer(
