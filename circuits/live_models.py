@@ -11,7 +11,7 @@ from .attention_modules import has_attention_modules, mappings_of
 from .errors import CallError, QkovError
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .live_weights import LiveWeights
-from .mapping import Mapping
+from .mapping import Mapping, demand_alone
 from .plain_weights import demand_no_adapters
 from .reading import OpenCheckpoint
 from .recognition import Recognised, recognise
@@ -48,8 +48,7 @@ def open_model(
         CallError: it is no such model, or the options do not go together.
         QkovError: its names are not recognised, or its weights cannot be read.
     """
-    options = {"mapping": mapping, "family": family, "heads": heads, "prefix": prefix}
-    given = [name for name, value in options.items() if value is not None]
+    given = any(option is not None for option in (mapping, family, heads, prefix))
     if not given and has_weight_interface(model):
         return OpenHookedModel(model, *_wrapped(model))
     if not isinstance(model, nn.Module):
@@ -57,8 +56,8 @@ def open_model(
             f"expected a torch.nn.Module, or a model whose blocks have an attn with W_Q, W_K, W_V and W_O as in "
             f"TransformerLens, got {type(model).__name__}"
         )
-    if mapping is not None and len(given) > 1:
-        raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
+    if mapping is not None:
+        demand_alone(mapping, family, heads, prefix)
     address = f"the model {type(model).__name__}"
     tensors, config = model.state_dict(), config_of(model, address)
     demand_no_adapters(tensors, address)

@@ -13,7 +13,7 @@ from .errors import CallError, QkovError
 from .hooked_models import has_weight_interface
 from .live_models import config_of, open_model
 from .live_weights import LiveWeights
-from .mapping import Mapping
+from .mapping import Mapping, demand_alone
 from .named_tensors import TensorFile
 from .plain_weights import demand_no_adapters
 from .reading import OpenCheckpoint
@@ -48,10 +48,9 @@ class LiveParameters:
         """
         if not isinstance(model, nn.Module):
             raise CallError(f"expected a torch.nn.Module, got {type(model).__name__}")
-        options = {"mapping": mapping, "family": family, "heads": heads, "prefix": prefix}
-        given = [name for name, value in options.items() if value is not None]
-        if mapping is not None and len(given) > 1:
-            raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
+        given = any(option is not None for option in (mapping, family, heads, prefix))
+        if mapping is not None:
+            demand_alone(mapping, family, heads, prefix)
         self.model = model
         self._address = f"the model {type(model).__name__}"
         hooked = not given and has_weight_interface(model)

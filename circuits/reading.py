@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
 from .layouts import arrange_layer, count_heads
-from .mapping import Mapping, Names
+from .mapping import Mapping, Names, demand_alone
 from .norms import Basis, Norm, is_centred
 from .plain_weights import demand_no_adapters, demand_unscaled
 from .reading_ahead import read_ahead
@@ -119,8 +119,7 @@ class ReadingOptions:
         file = open_weights(address, self.trust_pickle)
         demand_no_adapters(file.shapes, file.address)
         if self.mapping is not None:
-            if self.family is not None or self.prefix is not None or self.heads is not None:
-                raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
+            demand_alone(self.mapping, self.family, self.heads, self.prefix)
             return OpenCheckpoint(file, Recognised(f"by {self.mapping.origin}", (self.mapping,)))
         if is_own(file):
             return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,10 @@ class View:
         """Return the view with that basis.
 
         Raises:
-            CallError: there is no such basis.
+            CallError: there is no such basis, or the offset is no whole number.
         """
+        if not isinstance(rotary_offset, Integral):
+            raise CallError(f"the rotary offset should be a whole number of positions, got {rotary_offset!r}")
         for known in BASES:
             if known == basis:
                 return cls(known, rotary_offset)

@@ -1,0 +1,44 @@
+"""Arguments of the wrong type are named in one line, with what was expected and what came."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PAIRS = "maps should be 'all' or pairs (layer, head), got "
+NUMBERS = " should be a tensor or numbers as a tensor is made of, got "
+STEPS = "every should be a number from 1, some steps, or a function of the step, got "
+PARAMS = "a parameter group should have the key 'params', got "
+EXPECTED = {
+    "measures": "measures should be some of entropy, relevant, sink, self, previous, next, largest, rollout, got None",
+    "rollout": "rollout should be a Rollout, got 'none'; to leave it out, leave it out of measures",
+    "maps, one pair": PAIRS + "(0, 1)",
+    "maps, a number": PAIRS + "3",
+    "relevant": "relevant" + NUMBERS + "str (new(): invalid data type 'str')",
+    "readout": "readout" + NUMBERS + "NoneType (Could not infer dtype of NoneType)",
+    "every": STEPS + "1.5",
+    "every, steps": STEPS + "'epoch'",
+    "start": "start should be a number of steps, got 1.5",
+    "rotary_offset": "the rotary offset should be a whole number of positions, got 0.5",
+    "directions": "directions should be TaskDirections, got str",
+    "log": "log should be a function of a step and its figures, got 'wandb'",
+    "mapping": "mapping should be a Mapping, as read_mapping(path) gives it, got str",
+    "loss": "loss should be a number to carry along with the step, got a tensor of shape [3]",
+    "scalar": "rate should be a number to carry along with the step, got '0.1'",
+    "attach": "expected a torch.optim.Optimizer to attach the probe to, got StepLR",
+    "lr": "the base rate lr should be a finite number from 0, got '1e-3'",
+    "qk": "the multiplier qk should be a finite number above 0, got '30'",
+    "groups, parameters": PARAMS + "Parameter",
+    "groups, one group": PARAMS + "str",
+    "params": "the params of a group should be parameters, got int",
+    "params, names": "the params of a group should be parameters, got str",
+    "optimizer": "expected a torch.optim.Optimizer, or several in a list, got StepLR",
+    "optimizers": "expected a torch.optim.Optimizer, or several in a list, got NoneType",
+}
+
+
+def test_every_wrong_call_is_one_clear_line():
+    # In a process of its own: what checks annotations in the tests would be there first.
+    command = [sys.executable, "-m", "tests.probes.wrong_calls"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    assert json.loads(found) == EXPECTED
