@@ -122,7 +122,7 @@ def _map(axes: Axes, key: MapKey, attention: Float[Tensor, "query key"], tokens:
         raise CallError(f"{len(tokens)} labels of tokens were given for a map of {keys} keys")
     if tokens is not None and keys <= _LABELLED:
         # A dollar sign would begin a formula.
-        labels = [token.replace("$", r"\$") for token in tokens]
+        labels = [str(token).replace("$", r"\$") for token in tokens]
         size = min(8.0, 260 / keys)
         axes.set_xticks(range(keys), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(queries), labels[keys - queries :], fontsize=size)
