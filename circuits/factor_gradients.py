@@ -147,7 +147,7 @@ def _of_norm_one(step: Circuit, norm: Tensor) -> Circuit:
 
 
 def _sum_of_products(first_left: Tensor, first_right: Tensor, second_left: Tensor, second_right: Tensor) -> Circuit:
-    """first_left first_right + second_left second_right, each with factors of one size, which keeps norms accurate."""
+    """first_left first_right + second_left second_right; with factors of one size norms need no QR decomposition."""
     lefts, rights = zip(_of_one_size(first_left, first_right), _of_one_size(second_left, second_right), strict=True)
     return Circuit(torch.cat(lefts, dim=-1), torch.cat(rights, dim=-2))
 
