@@ -10,10 +10,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from .products import at_home, upcast
-
-# Doubles converted at a time, two megabytes: few enough to stay in cache, and enough that threads seldom meet.
-_SCRATCH_ELEMENTS = 2**18
+from .products import SCRATCH_ELEMENTS, at_home, upcast
 
 # Taking the mean away from W'W instead of from W is exact as long as the means do not make up most of W.
 _LARGEST_SHARE_OF_MEANS = 0.5
@@ -92,7 +89,7 @@ class _Blocks:
         self.transposed = matrices.stride(-1) > matrices.stride(-2)
         self.matrices = matrices.mT if self.transposed else matrices
         self.gain = None if gain is None else upcast(gain).cpu()[None if self.transposed else (slice(None), None)]
-        self.step = max(1, _SCRATCH_ELEMENTS // math.prod(matrices.shape[-2:]))
+        self.step = max(1, SCRATCH_ELEMENTS // math.prod(matrices.shape[-2:]))
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
         as_stored = self.matrices.dtype == torch.float64 and self.gain is None

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-# Doubles converted at a time: a few megabytes stay in cache, which halves the time of a product.
+#: Doubles converted at a time, two megabytes: they stay in cache, which halves the time of a product.
 SCRATCH_ELEMENTS = 2**18
 
 

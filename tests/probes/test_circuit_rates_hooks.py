@@ -79,6 +79,22 @@ def test_hooks_are_gone_after_an_exception():
     assert hooks(optimizer) == 0
 
 
+def test_a_step_that_was_interrupted_is_no_part_of_the_next_one():
+    model = gpt2()
+    optimizer = sgd(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # It comes after the weights moved, and before their step is scaled.
+    handle = optimizer.register_step_post_hook(interrupt)
+    CircuitRates(optimizer, model, 30.0)
+    with pytest.raises(KeyboardInterrupt):
+        moved(model, optimizer)
+    handle.remove()
+    assert_factor(moved(model, optimizer), 30)
+
+
 def test_a_multiplier_of_one_keeps_and_costs_nothing():
     model = gpt2()
     optimizer = sgd(model)
