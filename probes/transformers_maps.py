@@ -7,15 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..analyses.attention.attention_hooks import REMEDY, ROUNDING
 from ..circuits.errors import CallError
 from .map_sources import GivenMap, MapSource, Receiver, layer_name, layer_numbers
-
-_REMEDY = (
-    "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
-    "model.set_attn_implementation('eager')"
-)
-#: Rows of float16 sum to 1 within this; those of dropped-out maps sum to more.
-_ROUNDING = 1e-2
 
 
 class TransformersMaps(MapSource):
@@ -38,7 +32,7 @@ class TransformersMaps(MapSource):
             config = getattr(module.module, "config", None) or getattr(module.owner, "config", None)
             kind = getattr(config, "_attn_implementation", None)
             if kind not in (None, "eager"):
-                raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {_REMEDY}")
+                raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {REMEDY}")
         self._stacks = _stacks(modules, self.name)
         self.keys = tuple((stack, layer) for stack, found in self._stacks.items() for layer in _layers(found))
         self._seen: dict[str, int] = {}
@@ -73,7 +67,7 @@ class TransformersMaps(MapSource):
             self._seen[stack] = self._seen.get(stack, 0) + 1
             attention = output[given.index] if isinstance(output, tuple) and len(output) > 1 else None
             if not isinstance(attention, Tensor):
-                raise CallError(f"{layer_name((stack, layer))} of {self.name} gave no attention map; {_REMEDY}")
+                raise CallError(f"{layer_name((stack, layer))} of {self.name} gave no attention map; {REMEDY}")
             if given.ask:
                 _demand_weights(attention, layer, given, self.name)
             receive(GivenMap((stack, layer), attention, is_self=not given.cross))
@@ -159,7 +153,8 @@ def _demand_weights(attention: Tensor, layer: int, given: _MapModule, name: str)
             f"{type(given.module).__name__} of layer {layer} of {name} gives {shape}, not attention weights [batch, "
             f"head, query, key], where its map was looked for; this architecture is not supported"
         )
-    if not given.module.training and bool((attention.sum(dim=-1) > 1 + _ROUNDING).any()):
+    # Rows of dropped-out maps sum to more.
+    if not given.module.training and bool((attention.sum(dim=-1) > 1 + ROUNDING).any()):
         raise CallError(f"the maps of layer {layer} of {name} have rows that sum to more than 1; expected softmax rows")
 
 

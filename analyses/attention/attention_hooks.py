@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from ...circuits.errors import CallError, QkovError
 from .model import InputSink, MapSink
 
+#: Where there are no maps, what to do.
+REMEDY = (
+    "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
+    "model.set_attn_implementation('eager')"
+)
 #: Weights of float16 sum to 1 within this, and no scores do by chance.
-_ROUNDING = 1e-2
+ROUNDING = 1e-2
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class AttentionModules:
                 layer += 1
                 return None
             if not _has_map(output):
-                raise CallError(f"layer {layer} gave no attention map; {_REMEDY}")
+                raise CallError(f"layer {layer} gave no attention map; {REMEDY}")
             maps(layer, output[1])
             layer += 1
             # The blocks around would keep the map until the next one, or to the end.
@@ -70,12 +75,6 @@ class AttentionModules:
                 handle.remove()
         if layer != self.layers:
             raise QkovError(f"expected {self.layers} attention maps in one run, got {layer}")
-
-
-_REMEDY = (
-    "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
-    "model.set_attn_implementation('eager')"
-)
 
 
 def find_attention(model: nn.Module, run: Callable[[dict[str, bool]], Any], name: str) -> AttentionModules:
@@ -106,15 +105,15 @@ def find_attention(model: nn.Module, run: Callable[[dict[str, bool]], Any], name
                 handle.remove()
         if seen:
             return _described(seen, bool(options), name)
-    raise CallError(f"{name} gives no attention maps [batch, head, query, key]; {_REMEDY}")
+    raise CallError(f"{name} gives no attention maps [batch, head, query, key]; {REMEDY}")
 
 
 def _described(seen: list[tuple[nn.Module, Tensor]], flagged: bool, name: str) -> AttentionModules:
     for module, given in seen:
-        if bool((given < 0).any()) or bool((given.sum(dim=-1) > 1 + _ROUNDING).any()):
+        if bool((given < 0).any()) or bool((given.sum(dim=-1) > 1 + ROUNDING).any()):
             raise CallError(
                 f"{type(module).__name__} of {name} gives scores in the place of an attention map (some are negative, "
-                f"or a row sums to more than 1); {_REMEDY}"
+                f"or a row sums to more than 1); {REMEDY}"
             )
     heads = {given.shape[1] for _, given in seen}
     if len(heads) > 1:
