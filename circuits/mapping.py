@@ -123,14 +123,14 @@ def named(template: str, names: Iterable[str]) -> list[re.Match[str]]:
     return [match for name in names if name.endswith(end) and (match := pattern.fullmatch(name))]
 
 
-def read_mapping(path: Path) -> Mapping:
+def read_mapping(path: Path | str) -> Mapping:
     """Read a mapping from a TOML file. What it does not say of norm and score scale counts as not known.
 
     Raises:
         CallError: the file is missing, is no TOML, or says something that a mapping cannot say.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CallError(f"the mapping {path} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:

@@ -118,7 +118,8 @@ def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
             raise QkovError(f"{file.address} holds nothing to measure: {what}: {reason}")
         raise QkovError(
             f"the tensor names of {file.address} are not recognised: {seen(file.shapes)}; "
-            f"say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml; the README shows one)"
+            f"say which are W_Q, W_K, W_V and W_O in a mapping file (--map FILE.toml, "
+            f"in code mapping=read_mapping(FILE); the README shows one)"
         )
     most = max(fitting.values())
     best = [key for key, fit in fitting.items() if fit == most]

@@ -107,7 +107,7 @@ def test_a_file_that_is_missing_or_no_toml(tmp_path):
     broken = tmp_path / "broken.toml"
     broken.write_text("heads = = 3")
     with pytest.raises(CallError, match="cannot be read as TOML"):
-        read_mapping(broken)
+        read_mapping(str(broken))
     broken.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CallError, match="cannot be read as TOML"):
         read_mapping(broken)
