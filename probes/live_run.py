@@ -83,7 +83,7 @@ class LiveRun:
             warnings.warn(
                 f"{folder} goes on from step {start}: its later steps were deleted, {len(dropped)} of them, up to step "
                 f"{dropped[-1]}",
-                stacklevel=4,
+                stacklevel=3,
             )
         self._last = self._start
         if is_new:
