@@ -1,7 +1,7 @@
 """Attention of a live model, measured while it runs: a context around the calls of a notebook or a training loop."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,7 +112,7 @@ class AttentionProbe:
             maps=asked_maps(maps, self._source),
         )
         self.tokens = tokens
-        self._ends: ExitStack | None = None
+        self._ends: list[Callable[[], None]] = []
         self._batch: WatchedBatch | None = None
         self._held: AbstractContextManager[None] | None = None
         self.reset()
@@ -144,15 +144,14 @@ class AttentionProbe:
 
     def __enter__(self) -> "AttentionProbe":
         """Watch the model."""
-        if self._ends is not None:
+        if self._ends:
             raise CallError("this probe is watching already; leave its block first, or make another")
-        self._ends = ExitStack()
         try:
             # One by one, so that an interrupt in between leaves no hook of which nobody knows.
             for end in self._source.attach(self._take):
-                self._ends.callback(end)
+                self._ends.append(end)
             watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
-            self._ends.callback(watch_forward(self._model, watcher))
+            self._ends.append(watch_forward(self._model, watcher))
         except BaseException:
             self._stop()
             raise
@@ -247,9 +246,8 @@ class AttentionProbe:
 
     def _begin(self, arguments: dict[str, Any]) -> None:
         self._abandon()
-        held = self._source.during()
-        held.__enter__()
-        self._held = held
+        self._held = self._source.during()
+        self._held.__enter__()
         self._batch = WatchedBatch(self._settings, self._source, arguments)
 
     def _end(self) -> None:
@@ -270,9 +268,9 @@ class AttentionProbe:
 
     def _abandon(self) -> None:
         self._batch = None
-        held, self._held = self._held, None
-        if held is not None:
-            held.__exit__(None, None, None)
+        if self._held is not None:
+            self._held.__exit__(None, None, None)
+            self._held = None
 
     def _take(self, given: GivenMap | GivenRows) -> None:
         if self._batch is None:
@@ -281,10 +279,17 @@ class AttentionProbe:
             self._batch.take(given)
 
     def _stop(self) -> None:
+        try:
+            self._end_all()
+        finally:
+            # What an interrupt left in the middle.
+            self._end_all()
+
+    def _end_all(self) -> None:
         self._abandon()
-        ends, self._ends = self._ends, None
-        if ends is not None:
-            ends.close()
+        while self._ends:
+            self._ends[-1]()
+            self._ends.pop()
 
     def _demand_calls(self) -> None:
         if self._sums:

@@ -50,8 +50,10 @@ class TorchMaps(MapSource):
 
 
 class _PlainPath(AbstractContextManager[None]):
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
         self._before = torch.backends.mha.get_fastpath_enabled()
+
+    def __enter__(self) -> None:
         torch.backends.mha.set_fastpath_enabled(False)
 
     def __exit__(self, *_error: object) -> None:

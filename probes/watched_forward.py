@@ -25,22 +25,27 @@ class ForwardWatcher:
 
 
 def watch_forward(model: nn.Module, watcher: ForwardWatcher) -> Callable[[], None]:
-    """Tell the watcher of every forward of the model, and return what ends it.
+    """Tell the watcher of every forward of the model, and return what ends it, which does nothing the second time.
 
     A hook of torch is passed by where a library calls `model.forward` itself, as TransformerLens does, so the model has
     a forward of its own for as long as somebody watches; watchers are told in the order in which they came.
     """
     own: Any = model.__dict__.get("forward")
     forward: Callable[..., Any] = own if _is_watched(own) else _watched(model)
-    model.__dict__["forward"] = forward
     watchers: list[ForwardWatcher] = forward.__dict__["watchers"]
-    watchers.append(watcher)
 
     def stop() -> None:
-        watchers.remove(watcher)
+        if watcher in watchers:
+            watchers.remove(watcher)
         if not watchers and model.__dict__.get("forward") is forward:
             _give_back(model, forward)
 
+    try:
+        model.__dict__["forward"] = forward
+        watchers.append(watcher)
+    except BaseException:
+        stop()
+        raise
     return stop
 
 
