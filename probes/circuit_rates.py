@@ -103,10 +103,10 @@ class CircuitRates:
         self._scaled = [(one, _of_optimizer(one, scaled, multipliers)) for one in _listed(optimizer)]
         _demand_all(scaled, [one for _, of_one in self._scaled for one in of_one])
         self._handles = []
+        _ACTIVE.add(self)
         for one, of_one in self._scaled:
             if of_one:
                 self._handles += [one.register_step_pre_hook(self._keep), one.register_step_post_hook(self._scale)]
-        _ACTIVE.add(self)
 
     def scales(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
         """Say whether steps that the optimizer makes with the parameter are scaled."""
@@ -132,9 +132,11 @@ class CircuitRates:
 
     def remove(self) -> None:
         """Let the optimizer step as before, and free the copies; does nothing the second time."""
+        # First, so that hooks that an interrupt leaves scale nothing.
+        self._scaled = []
         for handle in self._handles:
             handle.remove()
-        self._handles, self._scaled = [], []
+        self._handles = []
         _ACTIVE.discard(self)
 
     def __enter__(self) -> "CircuitRates":

@@ -15,6 +15,7 @@ from qkov.analyses.dynamics.setting import Parameterization
 from qkov.circuits import CallError, QkovError
 from qkov.probes import CircuitRates, circuit_parameter_groups
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..circuits.family_proof import small
 from .fused_models import BY_NAME, batches, largest_difference, loss_of, train
@@ -93,6 +94,24 @@ def test_a_step_that_was_interrupted_is_no_part_of_the_next_one():
         moved(model, optimizer)
     handle.remove()
     assert_factor(moved(model, optimizer), 30)
+
+
+def test_rates_whose_removal_was_interrupted_scale_nothing_and_can_be_removed(monkeypatch):
+    model = gpt2()
+    optimizer = sgd(model)
+    rates = CircuitRates(optimizer, model, 30.0)
+    assert_factor(moved(model, optimizer), 30)
+
+    def interrupt(_handle: RemovableHandle) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemovableHandle, "remove", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rates.remove()
+    assert_factor(moved(model, optimizer), 1)
+    rates.remove()
+    assert hooks(optimizer) == 0
 
 
 def test_a_multiplier_of_one_keeps_and_costs_nothing():
