@@ -66,7 +66,10 @@ class Mapping:
         found = {layer: roles for layer, roles in found.items() if set(TARGETS) & {*roles, *shared}}
         if not found:
             wanted = ", ".join(self.full_name(name) for role, name in self.tensors.items() if role in TARGETS)
-            raise QkovError(f"{self.origin} names no tensor of the file: it asks for {wanted}; {seen(names)}")
+            raise QkovError(
+                f"{self.origin} names no tensor of the file: it asks for {wanted}; "
+                f"{self._other_prefix(names)}{seen(names)}"
+            )
         for layer, roles in sorted(found.items()):
             roles |= {role: name for role, name in shared.items() if role not in roles}
             missing = [
@@ -99,6 +102,13 @@ class Mapping:
         if shared and not found:
             found[0] = {}
         return found, shared
+
+    def _other_prefix(self, names: set[str]) -> str:
+        """The prefix under which the names are there, in words; empty where there is none."""
+        templates = [name for role, name in self.tensors.items() if role in TARGETS]
+        found = [{match["prefix"] for match in named(name, names)} for name in templates]
+        common = sorted(prefix for prefix in set.intersection(*found) if prefix) if found else []
+        return f'they are there with prefix = "{common[0]}"; ' if common else ""
 
     def _matches(self, template: str, names: set[str]) -> list[dict[str, str]]:
         """The names that are of a template, each with the numbers that stand in it."""

@@ -80,7 +80,7 @@ class CircuitProbe:
                 QK.frobenius_norm/layer0.head1 and training/loss; those that are missing are left out.
             start: how many steps the model has been trained already.
             resume: go on with the store if it is there: steps up to `start` stay, later ones are deleted, with a
-                warning. What comes before the new rows, and what they are compared with, is the weights as they are.
+                warning. The new rows are compared with what the store was begun with, which it keeps.
             mapping: which tensors to read, where they are not recognised.
             family: of the architecture, in place of what would be recognised.
             heads: number of query heads, where nothing else tells it.

@@ -71,13 +71,19 @@ class LiveRun:
             "checkpoints": [],
             "no_longer_there": [],
         }
-        self._store = MemoryStore() if folder is None else LiveStore(folder, description, start, resume)
+        self._store = MemoryStore(start) if folder is None else LiveStore(folder, description, start, resume)
         self.last_step = start
         self._last: Opened | None = None
-        self._start = self._at(start, LayersInMemory.copied(self.model.layers().layers()))
+        held = LayersInMemory.copied(self.model.layers().layers())
+        now = self._at(start, held)
+        reference: LayersInMemory | None = None
+        self._reference: Opened | None = None
+        if directions is None:
+            step, reference = self._store.reference(held)
+            self._reference = self._at(step, reference)
         # Measured before anything is written: a wrong call leaves no store behind.
-        self._rows = self._measured(self._start, {})
-        is_new = self._store.begin()
+        self._rows = self._measured(now, {})
+        is_new = self._store.begin(reference)
         if self._store.dropped:
             dropped = self._store.dropped
             warnings.warn(
@@ -85,7 +91,7 @@ class LiveRun:
                 f"{dropped[-1]}",
                 stacklevel=3,
             )
-        self._last = self._start
+        self._last = now
         if is_new:
             self._store.write(start, self._rows)
             self._tell()
@@ -120,7 +126,7 @@ class LiveRun:
         return Opened(Checkpoint(step, f"{self._name} at step {step}"), layers)
 
     def _measured(self, now: Opened, figures: StepFigures) -> list[dict[str, Any]]:
-        rows = checkpoint_rows(now, self._last, self._start, self._directions, self._view, self._source)
+        rows = checkpoint_rows(now, self._last, self._reference, self._directions, self._view, self._source)
         missing: dict[str, Any] = dict.fromkeys(STEP_FIGURES)
         measured = []
         for row in rows:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pandas as pd
 
+from ..analyses.trajectories.layers_in_memory import LayersInMemory
 from ..analyses.trajectories.store import RunStore, table_of
 from ..circuits.errors import CallError, QkovError
+from .live_reference import keep_reference, kept_reference
 
 
 class LiveStore:
@@ -36,16 +38,33 @@ class LiveStore:
         self._description, self._start = json.loads(json.dumps(description)), start
         self.dropped: list[int] = []
         self._columns: list[str] = []
-        if self._store.exists():
-            self._demand_same(self._store.description(), resume)
+        self._is_new = not self._store.exists()
+        if not self._is_new:
+            found = self._store.description()
+            self._demand_same(found, resume)
+            self._description["reference_step"] = found["reference_step"]
 
-    def begin(self) -> bool:
+    def reference(self, layers: LayersInMemory) -> tuple[int, LayersInMemory]:
+        """Return what the rows are compared with, and its step: the layers given, or those that a store began with.
+
+        Raises:
+            QkovError: the store has lost them, or they are of another model.
+        """
+        step = self._description["reference_step"]
+        return (step, layers) if self._is_new else (step, kept_reference(self._store.folder, layers))
+
+    def begin(self, reference: LayersInMemory | None) -> bool:
         """Write run.json and delete what lies after the start; say whether the start itself is still to be written.
+
+        Args:
+            reference: the layers that rows are compared with, kept in a new store; None where they are not.
 
         Raises:
             QkovError: the disk is full, or cannot be written to.
         """
-        with self._demand_written("run.json"):
+        with self._demand_written("what a store begins with"):
+            if self._is_new and reference is not None:
+                keep_reference(self._store.folder, reference)
             self._store.describe(self._description)
             self.dropped = self._store.drop_after(self._start)
             self._columns = self._store.columns()
@@ -100,12 +119,17 @@ class LiveStore:
 class MemoryStore:
     """What stands in for a run store where none is wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
         """Hold nothing yet."""
+        self._start = start
         self.dropped: list[int] = []
         self._rows: dict[int, list[dict[str, Any]]] = {}
 
-    def begin(self) -> bool:
+    def reference(self, layers: LayersInMemory) -> tuple[int, LayersInMemory]:
+        """Return the layers given, and the step at which they are."""
+        return self._start, layers
+
+    def begin(self, reference: LayersInMemory | None) -> bool:  # noqa: ARG002
         """Say that the start is to be written."""
         return True
 

@@ -62,7 +62,7 @@ def asked_maps(
     """Return the heads whose maps are asked for; None for all.
 
     Raises:
-        CallError: the source has no such layer, or no maps at all.
+        CallError: they are no pairs, or the source has no such layer, or no maps at all.
     """
     if maps is None:
         return frozenset()
@@ -72,8 +72,9 @@ def asked_maps(
         if maps != "all":
             raise CallError(f"maps should be 'all' or pairs (layer, head), got {maps!r}")
         return None
-    pairs = list(maps) if isinstance(maps, Iterable) else [maps]
-    if not all(isinstance(pair, tuple | list) and len(pair) in (2, 3) for pair in pairs):
+    given = list(maps) if isinstance(maps, Iterable) else [maps]
+    pairs: list[tuple[Any, ...]] = [tuple(pair) if isinstance(pair, Iterable) else () for pair in given]
+    if not all(len(pair) in (2, 3) for pair in pairs):
         raise CallError(f"maps should be 'all' or pairs (layer, head), got {maps!r}")
     stacks = list(dict.fromkeys(stack for stack, _ in source.keys))
     asked: set[HeadKey] = set()

@@ -74,8 +74,7 @@ def draw(
     known = [name for name in COLUMNS if name in table and bool(table[name].notna().any())]
     if isinstance(measures, str) or any(name not in table or name not in COLUMNS for name in measures or ()):
         raise CallError(f"measures should be some of {', '.join(known)}, which the table has; got {measures!r}")
-    # Chance is the same in all heads, and stands in the title of what it is the chance of.
-    names = list(measures) if measures is not None else [name for name in known if not name.startswith("chance")]
+    names = list(measures) if measures is not None else [name for name in known if _says_something(table, name)]
     stacks = list(table.groupby("stack", sort=False)) if "stack" in table else [("", table)]
     panels = [(part, name, str(stack)) for stack, part in stacks for name in names]
     shown = [(key, attention, tokens) for key, attention in list(maps.items())[:_MAPS]]
@@ -92,6 +91,11 @@ def draw(
             for place, given in enumerate(drawn):
                 draw_one(part.add_subplot(rows, columns, place + 1), *given)
     return figure
+
+
+def _says_something(table: pd.DataFrame, name: str) -> bool:
+    """Chance is the same in all heads, and stands in the title of its measure; causal heads have no next token."""
+    return not name.startswith("chance") and (name != "next" or bool((table[name] != 0).any()))
 
 
 def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:

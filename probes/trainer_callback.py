@@ -15,8 +15,8 @@ class CircuitProbeCallback(TrainerCallback):
         trainer.add_callback(CircuitProbeCallback("run/", every=100))
 
     Steps are the Trainer's, one for all the batches whose gradients it accumulates. The figures that it logs for a step
-    that is logged here too are carried along (`training_loss`, its mean since the Trainer last logged). Of several
-    processes the first alone has a probe.
+    that is logged here too are carried along (`training_loss`, its mean since the Trainer last logged); it tells them
+    after the step was handed to `log`. Of several processes the first alone has a probe.
     """
 
     def __init__(self, store: Path | str | None = None, every: Any = 100, **options: Any) -> None:

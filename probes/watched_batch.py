@@ -196,7 +196,7 @@ class WatchedBatch:
         relevant = None if sides.relevant is None else sides.relevant.sum(dim=1).cpu()
         return ExampleFigures(
             tokens=sides.keys.sum(dim=1).cpu(),
-            readout=sides.readout.cpu(),
+            readout=(sides.readout + (sides.offset or 0)).cpu(),
             relevant=relevant,
             rollout=None if rollout is None else _on_cpu(rollout.mass()),
             chance=None if rollout is None else _on_cpu(rollout.chance()),

@@ -200,6 +200,10 @@ def _pinned_reference(
     if not store.exists():
         return last
     described = store.description()
+    if described.get("live"):
+        raise CallError(
+            f"{store.folder} holds the run of a model in training, which a CircuitProbe writes; give another --out"
+        )
     for key, value in (("source", source), ("settings", settings)):
         if described.get(key) != value:
             raise CallError(

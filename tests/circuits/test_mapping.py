@@ -57,8 +57,12 @@ def test_a_norm_of_queries_that_is_named_and_not_described_is_there(tmp_path):
 
 def test_what_a_file_lacks_is_named():
     mapping = parse_mapping(table(tensors={"Q": "layers.{layer}.q", "K": "layers.{layer}.k"}), "a test")
-    with pytest.raises(QkovError, match=r"a test names no tensor of the file.*layers.\{layer\}.q.*file holds a, b"):
+    with pytest.raises(
+        QkovError, match=r"a test names no tensor of the file.*layers.\{layer\}.q.*; the file holds a, b"
+    ):
         mapping.layers({"a", "b"})
+    with pytest.raises(QkovError, match=r"they are there with prefix = \"model\.net\"; the file holds model"):
+        mapping.layers({"model.net.layers.0.q", "model.net.layers.0.k", "other.layers.0.k"})
     with pytest.raises(QkovError, match=r"layer 1 lacks layers.1.k"):
         mapping.layers({"layers.0.q", "layers.0.k", "layers.1.q"})
 

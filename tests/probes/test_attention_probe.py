@@ -201,6 +201,7 @@ def test_cached_keys_are_seen_and_rollout_is_left_out(model):
     assert_table(probe.table(), {name: wanted[name] for name in chosen})
     assert set(probe.table()["queries"]) == {9}
     assert probe.examples()["rollout"].isna().all()
+    assert set(probe.examples()["readout"]) == {8}
 
 
 def test_generation_is_measured_step_by_step(model):
@@ -462,6 +463,7 @@ def test_the_figure_and_the_page_show_every_measure_and_no_markup_of_tokens(mode
         model(ids)
     titles = [axes.get_title() for axes in probe.figure().axes if axes.get_title()]
     assert titles[:2] == ["entropy", "largest"]
+    assert "next" not in titles
     assert titles[-1] == "layer 0, head 1"
     assert titles[2].startswith("relevant\nchance 0.")
     shown = probe.figure(["sink"])

@@ -22,6 +22,7 @@ from qkov.circuits.live_models import open_model
 from qkov.circuits.saved_format import save_checkpoint
 from qkov.probes.circuit_probe import CircuitProbe
 from qkov.reports.command_line import run as qkov
+from safetensors.torch import save
 
 from .circuit_models import Classifier, language_loss, language_model, loss_of
 
@@ -165,7 +166,7 @@ def test_a_store_is_one_run_s(tmp_path):
     with pytest.raises(CallError, match="was made with another settings"):
         CircuitProbe(model, run, resume=True, heads=None, basis="raw", directions=directions())
     save_checkpoint(tmp_path / "saved", 0, list(open_model(model).layers()), {}, {})
-    with pytest.raises(CallError, match="was made with another source"):
+    with pytest.raises(CallError, match=r"holds the run of a model in training, .*; give another --out$"):
         track(tmp_path / "saved", run)
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
     track(tmp_path / "saved", tmp_path / "tracked")
@@ -194,9 +195,33 @@ def test_a_run_is_gone_on_with_from_an_earlier_step(tmp_path):
     assert probe.steps == 2
     train(probe, model, 3)
     found, wanted = (RunStore(folder).table().set_index(["step", "head", "circuit"]) for folder in (run, straight))
-    same = [name for name in map(str, wanted) if not name.startswith("reference")]
-    pd.testing.assert_frame_equal(found[same], wanted[same])
-    assert list(found["reference"].groupby("step").first()) == ["step 0"] * 3 + ["step 2"] * 3
+    pd.testing.assert_frame_equal(found, wanted)
+    assert set(found["reference"]) == {"step 0"}
+    assert RunStore(run).description()["reference_step"] == 0
+
+
+def test_weights_that_a_run_is_compared_with_are_demanded(tmp_path):
+    run = tmp_path / "run"
+    model = Classifier()
+    train(CircuitProbe(model, run, every=1), model, 2)
+    kept = run / "reference.safetensors"
+    content = kept.read_bytes()
+    kept.write_bytes(content[:-9])
+    with pytest.raises(QkovError, match="with which the run is compared, is missing or damaged: give another folder"):
+        CircuitProbe(model, run, start=2, resume=True)
+    kept.write_bytes(save({"/0/W_Q": torch.zeros(1, 2, 3)}))
+    with pytest.raises(
+        QkovError, match=r"has a W_Q of shape .* in layer 0, and the store .* was begun with one of shape"
+    ):
+        CircuitProbe(model, run, start=2, resume=True)
+    kept.write_bytes(content)
+    assert RunStore(run).steps() == [0, 1, 2]
+    CircuitProbe(model, run, start=2, resume=True)
+
+
+def test_a_run_along_directions_keeps_no_weights(tmp_path):
+    CircuitProbe(Classifier(), tmp_path / "run", directions=directions())
+    assert not (tmp_path / "run" / "reference.safetensors").exists()
 
 
 def test_a_run_that_is_to_be_gone_on_with_may_not_have_begun(tmp_path):
@@ -232,7 +257,7 @@ def test_a_full_disk_is_one_error_and_training_can_go_on(tmp_path):
         with pytest.raises(QkovError, match=r"^step 2 could not be written to .*run \(File too large\): the steps"):
             train(probe, model, 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
-        with pytest.raises(QkovError, match=r"^run.json could not be written to "):
+        with pytest.raises(QkovError, match=r"^what a store begins with could not be written to "):
             CircuitProbe(model, tmp_path / "other")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
