@@ -35,7 +35,7 @@ _serial = itertools.count()
 def page(probe: "AttentionProbe") -> str:
     """Return a fragment of HTML that needs nothing else."""
     try:
-        table = probe.table()
+        table, figure = probe.table(), probe.figure()
     except CallError as error:
         return _TEMPLATE.render(name=probe.name, words=str(error), figure="", table="")
     examples = probe.examples()
@@ -48,7 +48,7 @@ def page(probe: "AttentionProbe") -> str:
     if flagged:
         parts.append(f"{flagged} heads have maps that are not finite")
     text = io.StringIO()
-    probe.figure().savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # Spaces, so that long headings may take two lines.
     shown = (
         table.head(_SHOWN)

@@ -1,5 +1,6 @@
 """CircuitProbe in the Trainer of transformers."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,16 @@ class CircuitProbeCallback(TrainerCallback):
             **options: others of `CircuitProbe`. `start` is the Trainer's.
 
         Raises:
-            CallError: a start is given.
+            CallError: a start is given, or what is no option of a probe.
         """
         if "start" in options:
             raise CallError("the Trainer says at which step it starts: leave start out")
+        known = [
+            name for name in signature(CircuitProbe).parameters if name not in ("model", "store", "every", "start")
+        ]
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise CallError(f"a CircuitProbe has no option {unknown[0]}; it has {', '.join(known)}")
         self._options = {"store": store, "every": every, **options}
         self._probe: CircuitProbe | None = None
 

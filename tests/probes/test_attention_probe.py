@@ -481,3 +481,4 @@ def test_the_figure_and_the_page_show_every_measure_and_no_markup_of_tokens(mode
     probe.tokens = labels[:3]
     with pytest.raises(CallError, match="3 labels of tokens were given for a map of 9 keys"):
         probe.figure()
+    assert "3 labels of tokens were given" in probe._repr_html_()

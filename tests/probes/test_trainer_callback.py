@@ -101,3 +101,5 @@ def test_there_is_no_probe_before_training_and_none_beside_the_first_process():
         callback.probe  # noqa: B018
     with pytest.raises(CallError, match="leave start out"):
         CircuitProbeCallback(start=3)
+    with pytest.raises(CallError, match="a CircuitProbe has no option evry; it has basis, rotary_offset, directions"):
+        CircuitProbeCallback(evry=3)
