@@ -11,6 +11,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from .products import SCRATCH_ELEMENTS, at_home, upcast
+from .worker_threads import in_threads
 
 # Taking the mean away from W'W instead of from W is exact as long as the means do not make up most of W.
 _LARGEST_SHARE_OF_MEANS = 0.5
@@ -60,7 +61,7 @@ def dense(tall: Tensor | Folded) -> Float[Tensor, "*batch long rank"]:
 
 
 def gram(tall: Float[Tensor, "*batch long rank"] | Folded) -> Float64[Tensor, "*batch rank rank"]:
-    """W'W of each matrix of the batch."""
+    """W'W of each matrix of the batch, several side by side in threads."""
     folded = tall if isinstance(tall, Folded) else Folded(tall, None, centred=False)
     matrices = at_home(folded.tall)
     if matrices.device.type != "cpu":
@@ -69,12 +70,16 @@ def gram(tall: Float[Tensor, "*batch long rank"] | Folded) -> Float64[Tensor, "*
     batch, (long, rank) = matrices.shape[:-2], matrices.shape[-2:]
     blocks = _Blocks(matrices.reshape(math.prod(batch), long, rank), folded.gain)
     products, sums = np.empty((math.prod(batch), rank, rank)), np.empty((math.prod(batch), rank))
-    with np.errstate(all="ignore"):
-        for part, block in blocks:
-            # numpy knows a product with its own transpose, and does half the work.
-            np.matmul(block.mT, block, out=products[part])
-            if folded.centred:
-                np.sum(block, axis=-2, out=sums[part])
+
+    def fill(first: int, last: int) -> None:
+        with np.errstate(all="ignore"):
+            for part, block in blocks.between(first, last):
+                # numpy knows a product with its own transpose, and does half the work.
+                np.matmul(block.mT, block, out=products[part])
+                if folded.centred:
+                    np.sum(block, axis=-2, out=sums[part])
+
+    in_threads(fill, len(products))
     found = torch.from_numpy(products)
     if folded.centred:
         _centre(found, torch.from_numpy(sums), folded)
@@ -91,11 +96,12 @@ class _Blocks:
         self.gain = None if gain is None else upcast(gain).cpu()[None if self.transposed else (slice(None), None)]
         self.step = max(1, SCRATCH_ELEMENTS // math.prod(matrices.shape[-2:]))
 
-    def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
+    def between(self, first: int, last: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the blocks of some of the matrices, and which they are."""
         as_stored = self.matrices.dtype == torch.float64 and self.gain is None
         scratch = None if as_stored else torch.empty_like(self.matrices[: self.step], dtype=torch.float64)
-        for start in range(0, len(self.matrices), self.step):
-            block = self.matrices[start : start + self.step]
+        for start in range(first, last, self.step):
+            block = self.matrices[start : min(start + self.step, last)]
             if scratch is not None:
                 block = scratch[: len(block)].copy_(block)
             if self.gain is not None:

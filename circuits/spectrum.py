@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from .gram_matrices import Folded, dense, gram
-from .products import at_home, matrix_norm, multiply, upcast
+from .products import at_home, broadcast_shapes, matrix_norm, multiply, upcast
 from .worker_threads import in_threads
 
 # Basis vectors taken from a Cholesky factor T lose orthogonality as 1e-16 (||T|| ||T^-1||)^2, and singular
@@ -115,18 +115,17 @@ def product_singular_values(
     """Singular values of left @ right', both of them tall, as `singular_values`; heads side by side in threads."""
     if left.shape[-1] > min(left.shape[-2], right.shape[-2]):
         return matrix_singular_values(reduce(dense(left), dense(right).mT).core)
-    heads = max(left.shape[0] if len(left.shape) > 2 else 1, right.shape[0] if len(right.shape) > 2 else 1)
-    dimensions = max(len(left.shape), len(right.shape))
-    if dimensions == 2:
+    batch = broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    if not batch:
         return _product_singular_values(left, right)
 
     def some(factor: Tensor | Folded, start: int, stop: int) -> Tensor | Folded:
-        shared = len(factor.shape) < dimensions or factor.shape[0] == 1
-        return factor if shared else factor[start:stop]
+        is_shared = len(factor.shape) < len(batch) + 2 or factor.shape[0] == 1
+        return factor if is_shared else factor[start:stop]
 
     return torch.cat(
         in_threads(
-            lambda start, stop: _product_singular_values(some(left, start, stop), some(right, start, stop)), heads
+            lambda start, stop: _product_singular_values(some(left, start, stop), some(right, start, stop)), batch[0]
         )
     )
 

@@ -78,12 +78,20 @@ def test_callers_at_once_leave_numpy_the_threads_that_it_had(two_threads):
     assert numpy_threads() == numpys
 
 
-def test_singular_values_in_threads_are_those_of_one(two_threads):
+@pytest.mark.parametrize(
+    ("left", "right"), [((5,), (5,)), ((1,), (5,)), ((5,), ()), ((2, 7), (7,)), ((7,), (2, 1)), ((0,), (0,))]
+)
+def test_spectra_in_threads_are_those_of_one(two_threads, left, right):
+    """Whatever of the batch is shared; and the SVD gives back the matrices."""
     torch.manual_seed(0)
-    circuit = Circuit(torch.randn(5, 40, 6), torch.randn(5, 6, 30))
-    many = circuit.singular_values()
+    circuit = Circuit(torch.randn(*left, 40, 6), torch.randn(*right, 6, 30))
+    many = circuit.singular_values(), *circuit.svd(), circuit.frobenius_norm()
     torch.set_num_threads(1)
-    assert torch.equal(many, circuit.singular_values())
+    one = circuit.singular_values(), *circuit.svd(), circuit.frobenius_norm()
+    assert all(torch.equal(some, other) for some, other in zip(many, one, strict=True))
+    assert many[0].shape == (*circuit.batch_shape, 6)
+    U, s, V = many[1:4]
+    torch.testing.assert_close((U * s[..., None, :]) @ V, circuit.dense(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
