@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
-from .folded_circuit import FoldedCircuit
+from .folded_circuit import circuit_of
 from .gram_matrices import Folded
 from .norms import BASES, Basis, HeadNorm, Norm
 from .rotary import Rotary
@@ -220,12 +220,12 @@ class AttentionWeights:
             if weights.W_QK is not None:
                 raise CallError(f"{self.place} holds a collapsed W_QK, which is known at rotary offset 0 alone")
             W_K, W_Q = weights._query_and_key(rotary_offset)
-            return _circuit(W_K, W_Q, repeat_left=self.group_size)
+            return circuit_of(W_K, W_Q, repeat_left=self.group_size)
         folded = self._folded(basis)
         if self.W_QK is not None:
             return Circuit(self.W_QK)
         W_K, W_Q = self._query_and_key(0)
-        return _circuit(folded.get("W_K", W_K), folded.get("W_Q", W_Q), repeat_left=self.group_size)
+        return circuit_of(folded.get("W_K", W_K), folded.get("W_Q", W_Q), repeat_left=self.group_size)
 
     def ov(self, basis: Basis = "raw") -> Circuit:
         """Return W_OV = W_O W_V, one matrix a query head; rows are the write side, columns the read side.
@@ -239,7 +239,7 @@ class AttentionWeights:
         if self.W_OV is not None:
             return Circuit(self.W_OV)
         W_V, W_O = self._value_and_output()
-        return _circuit(folded.get("W_O", W_O.mT), folded.get("W_V", W_V), repeat_right=self.group_size)
+        return circuit_of(folded.get("W_O", W_O.mT), folded.get("W_V", W_V), repeat_right=self.group_size)
 
     def qk_groups(self, basis: Basis = "raw", rotary_offset: int = 0) -> Circuit:
         """Return W_QK of each group of heads that share a key: W_K [W_Q1', W_Q2', ...], [key, (head, query)].
@@ -336,20 +336,6 @@ class AttentionWeights:
             if tensor is not None:
                 return tensor
         raise CallError(f"{self.place} holds no weights")
-
-
-def _circuit(left: Tensor | Folded, right: Tensor | Folded, repeat_left: int = 1, repeat_right: int = 1) -> Circuit:
-    """The circuit of two tall factors, with what heads share repeated for each of them."""
-    left, right = _repeated(left, repeat_left), _repeated(right, repeat_right)
-    if isinstance(left, Folded) or isinstance(right, Folded):
-        return FoldedCircuit(left, right)
-    return Circuit(left, right.mT)
-
-
-def _repeated(factor: Tensor | Folded, times: int) -> Tensor | Folded:
-    if times == 1:
-        return factor
-    return factor.repeated(times) if isinstance(factor, Folded) else factor.repeat_interleave(times, dim=0)
 
 
 def _without_gain(norm: Norm) -> Norm:

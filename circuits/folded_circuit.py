@@ -54,3 +54,17 @@ class FoldedCircuit(Circuit):
     def singular_values(self) -> Float64[Tensor, "*batch rank_bound"]:
         """Singular values, largest first; accuracy as in `spectrum.singular_values`."""
         return spectrum.product_singular_values(*self._tall)
+
+
+def circuit_of(left: Tensor | Folded, right: Tensor | Folded, repeat_left: int = 1, repeat_right: int = 1) -> Circuit:
+    """Return left right' of two tall factors, with what heads share repeated for each of them."""
+    left, right = _repeated(left, repeat_left), _repeated(right, repeat_right)
+    if isinstance(left, Folded) or isinstance(right, Folded):
+        return FoldedCircuit(left, right)
+    return Circuit(left, right.mT)
+
+
+def _repeated(factor: Tensor | Folded, times: int) -> Tensor | Folded:
+    if times == 1:
+        return factor
+    return factor.repeated(times) if isinstance(factor, Folded) else factor.repeat_interleave(times, dim=0)
