@@ -1,6 +1,7 @@
 """Gram matrices W'W of tall factors in float64, each converted once, in memory that stays in cache."""
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from .products import SCRATCH_ELEMENTS, at_home, upcast
+from .symmetric_products import multiply_by_transpose
 from .worker_threads import in_threads
 
 # Taking the mean away from W'W instead of from W is exact as long as the means do not make up most of W.
@@ -69,15 +71,15 @@ def gram(tall: Float[Tensor, "*batch long rank"] | Folded) -> Float64[Tensor, "*
         return matrices.mT @ matrices
     batch, (long, rank) = matrices.shape[:-2], matrices.shape[-2:]
     blocks = _Blocks(matrices.reshape(math.prod(batch), long, rank), folded.gain)
-    products, sums = np.empty((math.prod(batch), rank, rank)), np.empty((math.prod(batch), rank))
+    products = np.empty((math.prod(batch), rank, rank))
+    sums, ones = np.empty((math.prod(batch), rank)), np.ones(long)
 
     def fill(first: int, last: int) -> None:
         with np.errstate(all="ignore"):
             for part, block in blocks.between(first, last):
-                # numpy knows a product with its own transpose, and does half the work.
-                np.matmul(block.mT, block, out=products[part])
+                multiply_by_transpose(block, out=products[part])
                 if folded.centred:
-                    np.sum(block, axis=-2, out=sums[part])
+                    np.matmul(block, ones, out=sums[part])
 
     in_threads(fill, len(products))
     found = torch.from_numpy(products)
@@ -90,23 +92,34 @@ class _Blocks:
     """A batch of tall matrices times a gain, a block at a time in float64, in scratch that stays in cache."""
 
     def __init__(self, matrices: Tensor, gain: Tensor | None) -> None:
-        # Scratch that lies as the matrices do is filled at the speed of memory.
+        # Scratch whose matrices lie as these do is filled at the speed of memory.
         self.transposed = matrices.stride(-1) > matrices.stride(-2)
         self.matrices = matrices.mT if self.transposed else matrices
         self.gain = None if gain is None else upcast(gain).cpu()[None if self.transposed else (slice(None), None)]
         self.step = max(1, SCRATCH_ELEMENTS // math.prod(matrices.shape[-2:]))
 
     def between(self, first: int, last: int) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the blocks of some of the matrices, and which they are."""
+        """Yield the blocks of some of the matrices, each transposed, and which they are."""
         as_stored = self.matrices.dtype == torch.float64 and self.gain is None
-        scratch = None if as_stored else torch.empty_like(self.matrices[: self.step], dtype=torch.float64)
+        scratch = None if as_stored else _scratch_like(self.matrices[: self.step])
         for start in range(first, last, self.step):
             block = self.matrices[start : min(start + self.step, last)]
             if scratch is not None:
                 block = scratch[: len(block)].copy_(block)
             if self.gain is not None:
                 block.mul_(self.gain)
-            yield slice(start, start + len(block)), (block.mT if self.transposed else block).numpy()
+            yield slice(start, start + len(block)), (block if self.transposed else block.mT).numpy()
+
+
+def _scratch_like(matrices: Tensor) -> Float64[Tensor, "batch rows columns"]:
+    """Room in float64, one matrix after the other: each thread's own, kept, since new memory is slow to touch first."""
+    kept = getattr(_of_thread, "scratch", None)
+    if kept is None or len(kept) < matrices.numel():
+        kept = _of_thread.scratch = torch.from_numpy(np.empty(max(SCRATCH_ELEMENTS, matrices.numel())))
+    return kept[: matrices.numel()].view(matrices.shape)
+
+
+_of_thread = threading.local()
 
 
 def _centre(products: Tensor, sums: Tensor, folded: Folded) -> None:
