@@ -1,10 +1,10 @@
 """Open a checkpoint and read its attention weights, one layer at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ from .recognition import Recognised, recognise
 from .rotary import Rotary
 from .saved_format import is_own, own_mapping, own_scalars
 from .tensor_files import TensorFile, open_weights
+from .worker_threads import side_by_side
 from .wrapped_names import unwrapped
+
+Result = TypeVar("Result")
 
 
 class OpenCheckpoint:
@@ -91,6 +94,16 @@ class OpenCheckpoint:
         """
         readings = (partial(self._layer, *place) for place in self._names)
         yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
+
+    def each_layer(self, job: Callable[[AttentionWeights], Result]) -> list[Result]:
+        """Return what a job gives for each layer's weights, in order; as many layers at a time as torch has threads.
+
+        Faster than the same job in a loop over `layers`, since no thread waits for the others within a layer.
+
+        Raises:
+            QkovError: as `layers`.
+        """
+        return side_by_side(job, self.layers())
 
     def _layer(self, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
         try:

@@ -2,31 +2,89 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from typing import TypeVar
 
+import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+#: Just below the 32 megabytes from which glibc gives back every block.
+_LARGEST_KEPT = 31 * 2**20
 
-def in_threads(job: Callable[[int, int], Result], count: int) -> list[Result]:
-    """Return what a job gives for the parts of range(count), in order: job(start, stop), each in a thread of its own.
+
+def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
+    """Return what a job gives for the parts of range(length), in order: job(start, stop), each in a thread of its own.
 
     Products of many small matrices gain more from a thread for every few of them than from threads within each. numpy's
     and torch's own threads are set to one meanwhile, numpy's for the whole process.
     """
     threads = torch.get_num_threads()
-    parts = max(1, min(threads, count))
-    bounds = [count * part // parts for part in range(parts + 1)]
+    parts = max(1, min(threads, length))
+    bounds = [length * part // parts for part in range(parts + 1)]
     with _one_numpy_thread():
         if parts == 1:
-            return [job(0, count)]
+            return [job(0, length)]
         return list(_workers(threads).map(job, bounds[:-1], bounds[1:]))
+
+
+def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return what a job gives for each item, in order, as many items at a time as torch has threads.
+
+    An item is taken when a thread is free for it, and by one thread at a time, so that as many are in memory as are
+    worked on. Once one fails, or the caller is interrupted, no more are begun. Within a job all has one thread.
+    """
+    threads = torch.get_num_threads()
+    coming, numbers, results = iter(items), count(), {}
+    taking, ended = threading.Lock(), threading.Event()
+    with_gradient = torch.is_grad_enabled()
+
+    def take() -> tuple[int, Item] | None:
+        with taking:
+            # Nothing here may hold on to an item, as enumerate would.
+            for item in () if ended.is_set() else coming:
+                return next(numbers), item
+        return None
+
+    def work() -> None:
+        try:
+            with torch.set_grad_enabled(with_gradient):
+                while (taken := take()) is not None:
+                    results[taken[0]] = job(taken[1])
+                    # What comes next can lie where this one lay.
+                    del taken
+        except BaseException:
+            ended.set()
+            raise
+
+    _keep_freed_memory()
+    with _one_numpy_thread():
+        if threads == 1:
+            work()
+        else:
+            working = [_workers(threads).submit(work) for _ in range(threads)]
+            try:
+                for each in working:
+                    each.result()
+            finally:
+                ended.set()
+                wait(working)
+    return [results[index] for index in range(len(results))]
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep what is freed for what comes next of the same size, as glibc does once a block so large is freed.
+
+    Until then every large block is given back when freed, and memory that is new is slow to touch first.
+    """
+    np.empty(_LARGEST_KEPT, dtype=np.uint8)
 
 
 @cache

@@ -19,6 +19,7 @@ from ...circuits.factored import Circuit
 from ...circuits.norms import BASES, Basis
 from ...circuits.reading import OpenCheckpoint
 from ...circuits.scales import FACTOR_FIGURES, measure
+from ...circuits.worker_threads import side_by_side
 from .layers_in_memory import LayersInMemory
 from .motion import MOTION, effective_ratio, motion
 
@@ -133,11 +134,11 @@ def checkpoint_rows(
         "reference": _reference_name(reference, directions),
         **{f"training_{name}": value for name, value in sorted(current.weights.scalars.items())},
     }
-    rows: list[dict[str, Any]] = []
-    layers = zip(
-        view.layers(current.weights), _layers(before, current, view), _layers(reference, current, view), strict=False
-    )
-    for weights, earlier, referred in layers:
+
+    def rows_of(
+        layers: tuple[AttentionWeights, AttentionWeights | None, AttentionWeights | None],
+    ) -> list[dict[str, Any]]:
+        weights, earlier, referred = layers
         figures: dict[str, dict[str, Tensor]] = {}
         circuits = view.circuits(weights)
         for name, circuit in circuits.items():
@@ -151,7 +152,12 @@ def checkpoint_rows(
             if earlier is not None and before is not None:
                 old = _counterpart(circuit, current, view.circuits(earlier), before, name)
                 figures[name] |= motion(circuit, old, current.checkpoint.step - before.checkpoint.step)
-        rows += [about | row for row in _layer_rows(weights, circuits, figures, view)]
+        return [about | row for row in _layer_rows(weights, circuits, figures, view)]
+
+    layers = zip(
+        view.layers(current.weights), _layers(before, current, view), _layers(reference, current, view), strict=False
+    )
+    rows = [row for of_layer in side_by_side(rows_of, layers) for row in of_layer]
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
 

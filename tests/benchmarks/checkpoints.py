@@ -58,14 +58,13 @@ def build(name: str, folder: Path) -> None:
 
 def of_qkov(folder: Path) -> None:
     """From the file to all singular values, through the factors."""
-    from qkov.circuits import open_checkpoint
+    from qkov.circuits import AttentionWeights, open_checkpoint
+
+    def total_of(weights: AttentionWeights) -> float:
+        return sum(float(circuit.singular_values().sum()) for circuit in weights.circuits(BASIS).values())
 
     start = started()
-    total = 0.0
-    for weights in open_checkpoint(folder).layers():
-        for circuit in weights.circuits(BASIS).values():
-            total += float(circuit.singular_values().sum())
-    report(start, total)
+    report(start, sum(open_checkpoint(folder).each_layer(total_of)))
 
 
 def of_transformer_lens(folder: Path) -> None:

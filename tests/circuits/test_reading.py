@@ -153,3 +153,35 @@ def test_heads_that_do_not_agree_are_named(tmp_path):
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(QkovError, match="layer 0: W_Q has d_head = 4 and W_K has 6"):
         list(open_checkpoint(tmp_path / "a.safetensors", mapping()).layers())
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt"])
+def test_each_layer_gives_what_a_loop_over_layers_does(tmp_path, threads, kind):
+    tensors = state(torch.Generator().manual_seed(0), layers=7)
+    path = tmp_path / f"step_1.{kind}"
+    (save_file if kind == "safetensors" else torch.save)(tensors, path)
+    found = open_checkpoint(path, mapping()).each_layer(lambda weights: (weights.layer, weights.qk().singular_values()))
+    assert [layer for layer, _ in found] == list(range(7))
+    for layer, values in found:
+        for head in range(3):
+            W_Q, W_K = (tensors[f"layers.{layer}.{part}"][4 * head : 4 * head + 4].double() for part in "qk")
+            wanted = torch.linalg.svdvals(W_K.T @ W_Q)[:4]
+            torch.testing.assert_close(values[head], wanted, rtol=1e-9, atol=0)
+
+
+def test_a_fault_in_a_layer_is_told_from_each_layer_too(tmp_path, threads):
+    tensors = state(layers=5) | {"layers.3.q": torch.randn(13, 12)}
+    path = tmp_path / "step_1.safetensors"
+    save_file(tensors, path)
+    seen = []
+    with pytest.raises(QkovError, match=r"layers.3.q has shape \(13, 12\), which does not fit"):
+        open_checkpoint(path, mapping()).each_layer(lambda weights: seen.append(weights.layer))
+    assert sorted(seen) in ([0, 1, 2], [0, 1, 2, 4])[:threads]

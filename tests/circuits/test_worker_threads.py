@@ -1,12 +1,15 @@
 """Work in threads: every part once and in order, and everybody's own numbers of threads as they were."""
 
 import multiprocessing
+import signal
 import threading
+import time
+import weakref
 
 import pytest
 import torch
 from qkov.circuits import Circuit
-from qkov.circuits.worker_threads import _workers, in_threads
+from qkov.circuits.worker_threads import _workers, in_threads, side_by_side
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 
@@ -100,3 +103,114 @@ def test_a_forked_process_has_threads_of_its_own(two_threads):
     values = circuit.singular_values()
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert torch.equal(pool.apply_async(circuit.singular_values).get(timeout=60), values)
+
+
+def test_items_are_worked_on_side_by_side_and_come_in_order(two_threads):
+    together = threading.Barrier(2)
+
+    def job(number: int) -> tuple[int, int, str]:
+        # Neither gets past the barrier alone; the later one is done first.
+        together.wait(60)
+        if number % 2 == 0:
+            time.sleep(0.05)
+        return number, torch.get_num_threads(), threading.current_thread().name
+
+    numpys = numpy_threads()
+    done = side_by_side(job, iter(range(6)))
+    assert [number for number, *_ in done] == list(range(6))
+    assert all(threads == 1 and name.startswith("qkov") for _, threads, name in done)
+    assert side_by_side(lambda _: set(numpy_threads()), range(3)) == [{1}] * 3
+    assert (torch.get_num_threads(), numpy_threads()) == (2, numpys)
+    assert side_by_side(job, []) == []
+
+
+def test_no_more_items_are_there_than_are_worked_on(two_threads):
+    alive, most = weakref.WeakSet(), []
+
+    class Item:
+        pass
+
+    def made() -> Item:
+        item = Item()
+        alive.add(item)
+        most.append(len(alive))
+        return item
+
+    def items():
+        for _ in range(20):
+            yield made()
+
+    side_by_side(lambda _: time.sleep(0.002), items())
+    assert len(most) == 20
+    assert max(most) == 2
+
+
+def test_after_an_error_no_more_are_begun_and_nothing_works_on(two_threads):
+    begun, ended = [], []
+
+    def job(number: int) -> None:
+        begun.append(number)
+        time.sleep(0.02)
+        if number == 3:
+            raise ValueError("of item 3")
+        time.sleep(0.1)
+        ended.append(number)
+
+    numpys = numpy_threads()
+    with pytest.raises(ValueError, match="of item 3"):
+        side_by_side(job, range(1000))
+    assert len(begun) <= 6
+    assert sorted([*ended, 3]) == sorted(begun)
+    assert numpy_threads() == numpys
+
+
+def test_an_error_in_what_brings_the_items_is_the_caller_s(two_threads):
+    def items():
+        yield 1
+        raise OSError("the file ends")
+
+    with pytest.raises(OSError, match="the file ends"):
+        side_by_side(lambda number: number, items())
+
+
+def test_an_interrupt_waits_for_what_was_begun(two_threads):
+    begun, ended = [], []
+
+    def job(number: int) -> None:
+        begun.append(number)
+        if number == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(job, range(1000))
+    assert len(begun) <= 6
+    assert sorted(begun) == sorted(ended)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gradients_are_as_for_the_caller(two_threads, enabled, threads):
+    torch.set_num_threads(threads)
+    with torch.set_grad_enabled(enabled):
+        assert side_by_side(lambda _: torch.is_grad_enabled(), range(4)) == [enabled] * 4
+
+
+def test_one_thread_is_the_caller_s_own(two_threads):
+    torch.set_num_threads(1)
+    assert side_by_side(lambda _: threading.current_thread(), range(3)) == [threading.current_thread()] * 3
+
+
+def test_jobs_side_by_side_may_have_parts_of_their_own(two_threads):
+    products = side_by_side(lambda seed: Circuit(*factors(seed)).singular_values(), range(6))
+    for seed, found in enumerate(products):
+        left, right = factors(seed)
+        torch.testing.assert_close(found, torch.linalg.svdvals(left @ right)[:, :5], rtol=1e-9, atol=0)
+
+
+def factors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (4, 30, 5), (4, 5, 20)
+    left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return left, right
