@@ -82,6 +82,19 @@ class Place(ABC):
     def stamp(self) -> str:
         """Return a hash that changes when the file does."""
 
+    def version(self) -> tuple[int, ...] | None:
+        """Return what changes when the file is written, where that costs no request; None elsewhere or with no file."""
+        return None
+
+    def demand_version(self, version: tuple[int, ...] | None) -> None:
+        """Refuse a file that is another one than it was; one that is gone is no other.
+
+        Raises:
+            QkovError: the file was written again.
+        """
+        if self.version() not in (version, None):
+            raise QkovError(f"{self.address} was written again after it was opened: open it once more when it is whole")
+
     @abstractmethod
     def local_copy(self) -> AbstractContextManager[Path]:
         """Return a context that gives the path of the file on this machine; a copy is removed when it ends."""
@@ -151,6 +164,14 @@ class LocalPlace(Place):
             file.seek(max(0, status.st_size - BLOCK))
             digest.update(file.read(BLOCK))
         return digest.hexdigest()
+
+    def version(self) -> tuple[int, ...] | None:
+        """Return the file's number, its size, and when it was last written."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:

@@ -60,7 +60,7 @@ class SafetensorsFile(TensorFile):
             QkovError: the file is no safetensors file, is cut short, or its header does not agree with itself.
         """
         super().__init__(place.address)
-        self._place = place
+        self._place, self._version = place, place.version()
         self.waits = not isinstance(place, LocalPlace)
         header, begin = _read_header(place)
         self.metadata = _metadata(header.pop("__metadata__", {}), place)
@@ -72,7 +72,8 @@ class SafetensorsFile(TensorFile):
         """Return the tensors of those names; no other bytes of the file are read.
 
         Raises:
-            QkovError: a tensor has a dtype that torch does not have, or the bytes cannot be read.
+            QkovError: a tensor has a dtype that torch does not have, the bytes cannot be read, or the file was written
+                again since it was opened.
         """
         wanted = {name: self._stored[name] for name in names}
         for name, stored in wanted.items():
@@ -81,7 +82,9 @@ class SafetensorsFile(TensorFile):
                     f"{name} in {self.address} is of dtype {stored.dtype}, which cannot be read; "
                     f"convert it to one of {', '.join(_DTYPES)}"
                 )
+        self._place.demand_version(self._version)
         contents = self._place.fetch([(stored.start, stored.stop) for stored in wanted.values()])
+        self._place.demand_version(self._version)
         return {
             name: _tensor(content, _DTYPES[stored.dtype]).reshape(stored.shape)
             for (name, stored), content in zip(wanted.items(), contents, strict=True)

@@ -34,6 +34,7 @@ class TorchFile(TensorFile):
             QkovError: the file is no PyTorch file, is cut short, or wants to run code.
         """
         super().__init__(place.address)
+        self._place, self._version = place, place.version()
         self._tensors: dict[str, Tensor] = {}
         with place.local_copy() as path:
             loaded = _load(path, place.address, trust_pickle)
@@ -54,9 +55,17 @@ class TorchFile(TensorFile):
         """Return the tensors of those names; sparse ones are filled with zeros.
 
         Raises:
-            QkovError: a tensor was saved without its values.
+            QkovError: a tensor was saved without its values, or the file was written again since it was opened.
         """
-        return {name: in_memory(self._tensors[name], f"{name} of {self.address}").to_dense() for name in names}
+        # A mapped tensor changes with the file, and one whose file was cut short kills the process that looks at it.
+        self._place.demand_version(self._version)
+        mapped = {name: in_memory(self._tensors[name], f"{name} of {self.address}") for name in names}
+        read = {
+            name: tensor.clone() if tensor.layout is torch.strided else tensor.to_dense()
+            for name, tensor in mapped.items()
+        }
+        self._place.demand_version(self._version)
+        return read
 
     def _flatten(self, nested: Dictionary[Any, Any], prefix: str) -> None:
         for key, value in nested.items():

@@ -8,8 +8,10 @@ import torch
 from qkov.circuits.attention_weights import AttentionWeights
 from qkov.circuits.errors import CallError, QkovError
 from qkov.circuits.mapping import parse_mapping
+from qkov.circuits.places import LocalPlace, place_of
 from qkov.circuits.reading import open_checkpoint
 from qkov.circuits.saved_format import save_checkpoint
+from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 
 
@@ -185,3 +187,38 @@ def test_a_fault_in_a_layer_is_told_from_each_layer_too(tmp_path, threads):
     with pytest.raises(QkovError, match=r"layers.3.q has shape \(13, 12\), which does not fit"):
         open_checkpoint(path, mapping()).each_layer(lambda weights: seen.append(weights.layer))
     assert sorted(seen) in ([0, 1, 2], [0, 1, 2, 4])[:threads]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "legacy.pt"])
+def test_what_was_read_stays_when_the_file_is_written_again(tmp_path, kind):
+    """In place and shorter, as training does that keeps its last state under one name: a mapped page would be gone."""
+    path, tensors = tmp_path / f"last.{kind}", state(layers=3)
+
+    def save(saved: dict[str, torch.Tensor]) -> None:
+        if kind == "safetensors":
+            path.write_bytes(serialize(saved))
+        else:
+            torch.save(saved, path, _use_new_zipfile_serialization=kind == "pt")
+
+    save(tensors)
+    opened = open_checkpoint(path, mapping())
+    layers = opened.layers()
+    first = next(layers)
+    os.utime(path, ns=(1, 1))
+    save({name: 0 * tensor for name, tensor in state(layers=1).items()})
+    W_Q = tensors["layers.0.q"].view(3, 4, 12).mT
+    assert torch.equal(first.W_Q, W_Q)
+    with pytest.raises(QkovError, match=r"last.*was written again after it was opened: open it once more"):
+        next(layers)
+    assert len(list(open_checkpoint(path, mapping()).layers())) == 1
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors"])
+def test_a_file_that_is_written_again_while_it_is_read_is_refused(tmp_path, monkeypatch, kind):
+    path = tmp_path / f"last.{kind}"
+    (save_file if kind == "safetensors" else torch.save)(state(), path)
+    opened = open_checkpoint(path, mapping())
+    versions = iter([place_of(path).version(), (0, 0, 0)])
+    monkeypatch.setattr(LocalPlace, "version", lambda _: next(versions))
+    with pytest.raises(QkovError, match="was written again"):
+        next(opened.layers())
