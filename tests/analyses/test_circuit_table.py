@@ -53,6 +53,20 @@ def test_the_columns_are_those_of_a_run_but_for_what_only_a_run_has(folder, tmp_
     assert_frame_equal(of_run[list(table)], table)
 
 
+def test_layers_side_by_side_give_the_same_table_to_the_bit(model, folder, tmp_path):
+    """Of one model and of a run, whose checkpoints are read beside each other."""
+    alone, alone_of_run = circuit_table(folder), track(folder, tmp_path / "alone").store.table()
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(2)
+    try:
+        assert_frame_equal(circuit_table(folder), alone, check_exact=True)
+        assert_frame_equal(circuit_table(model), alone, check_exact=True)
+        together = track(folder, tmp_path / "together").store.table()
+    finally:
+        torch.set_num_threads(1)
+    assert_frame_equal(together, alone_of_run, check_exact=True)
+
+
 def test_wrong_calls(folder, tmp_path):
     with pytest.raises(CallError, match="basis should be one of"):
         circuit_table(folder, basis="centred")
