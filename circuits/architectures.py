@@ -108,11 +108,9 @@ def skipped(names: Iterable[str]) -> dict[str, str]:
     """What of the file is attention of a kind that has no such circuits, and the reason."""
     found = {}
     for entry in unsupported():
-        layers = {
-            match.groupdict().get("layer") or "" for template in entry.tensors for match in named(template, names)
-        }
+        layers = _layers(entry, names)
         if layers:
-            numbers = sorted(int(layer) for layer in layers if layer)
+            numbers = sorted(layer for layer in layers if layer is not None)
             where = (
                 f"layers {', '.join(map(str, numbers))}"
                 if len(numbers) > 1
@@ -122,3 +120,14 @@ def skipped(names: Iterable[str]) -> dict[str, str]:
             )
             found[f"{where} ({entry.title})"] = entry.reason
     return found
+
+
+def skipped_layers(names: Iterable[str]) -> set[int]:
+    """The numbers of the layers that `skipped` names."""
+    return {layer for entry in unsupported() for layer in _layers(entry, names) if layer is not None}
+
+
+def _layers(entry: Unsupported, names: Iterable[str]) -> set[int | None]:
+    """The numbers of the layers of that kind; None for one without a number."""
+    found = (match.groupdict().get("layer") for template in entry.tensors for match in named(template, names))
+    return {None if layer is None else int(layer) for layer in found}

@@ -3,7 +3,7 @@
 A hole is `{ config = "key" }`, or a list of keys of which the first that says something counts, with
 
 - `default`: what holds where the config is silent, as in transformers' class of the config,
-- `power`, `divided_by`, `plus`: what is made of the number.
+- `power`, `divided_by`, `times`, `plus`: what is made of the number.
 
 A case changes facts, tensors or the layout where all of its conditions hold, and facts alone where it is of `layers`:
 
@@ -139,8 +139,8 @@ def _fill(value: Any, config: Config | None) -> Any:
 
 
 def _computed(found: Any, hole: dict[str, Any], config: Config) -> Any:
-    """What a hole makes of the config's number: found^power / divided_by + plus."""
-    made = {"power", "divided_by", "plus"} & set(hole)
+    """What a hole makes of the config's number: found^power / divided_by * times + plus."""
+    made = {"power", "divided_by", "times", "plus"} & set(hole)
     if made and (not isinstance(found, (int, float)) or ("power" in hole and found <= 0)):
         raise CallError(f"it says {hole['config']} = {found!r}, where a number above 0 is expected")
     if "power" in hole:
@@ -151,6 +151,11 @@ def _computed(found: Any, hole: dict[str, Any], config: Config) -> Any:
         if not isinstance(divisor, int) or not isinstance(found, int) or divisor < 1 or found % divisor:
             return UNKNOWN
         found //= divisor
+    if "times" in hole:
+        factor = _fill(hole["times"], config)
+        if not isinstance(factor, (int, float)):
+            return UNKNOWN
+        found *= factor
     return found + hole["plus"] if "plus" in hole else found
 
 

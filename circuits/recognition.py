@@ -13,11 +13,14 @@ from .config_holes import Config, cases, filled, look_up
 from .errors import CallError, QkovError
 from .layouts import LAYOUTS, TARGETS, arrange_layer, axes, count_heads, joins_heads, width_of_model
 from .mapping import Mapping, Names, named, parse_mapping, seen
+from .missing_layers import missing_layers
 from .stated_facts import UNKNOWN
 from .tensor_files import TensorFile
 
 #: What configs call the width of the residual stream.
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
+#: What a family's file says of a stack that is no part of its mapping.
+_OF_RECOGNITION = ("cases", "config_in", "beside", "not_under", "number_of_layers")
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,12 @@ def recognise(
         how += "" if config is None else f", with the numbers of {file.config_origin}"
     untold = found.needs_config if config is None and family is None else ()
     try:
-        stacks = tuple(_mappings(found, file, config, untold, heads, prefix))
+        made = list(_mappings(found, file, config, untold, heads, prefix))
     except CallError as error:
         if config is None:
             raise
         raise QkovError(f"{file.config_origin} of {file.address} cannot be used: {error}") from error
+    stacks = tuple(mapping for mapping, _ in made)
     _demand_distinct(stacks, file)
     if not stacks:
         wanted = ", ".join(_weights(stack)[role] for stack in found.stacks for role in _weights(stack))
@@ -72,7 +76,10 @@ def recognise(
             f"{file.address} should be {found.title} ({how}), and holds none of its attention weights: "
             f"expected {wanted}; {hint}"
         )
-    return Recognised(f"as {found.title} {how}", stacks, skipped(names))
+    left_out = skipped(names)
+    for _, missing in made:
+        left_out |= missing
+    return Recognised(f"as {found.title} {how}", stacks, left_out)
 
 
 def _demand_distinct(stacks: tuple[Mapping, ...], file: TensorFile) -> None:
@@ -198,7 +205,8 @@ def _mappings(
     untold: tuple[str, ...],
     heads: int | None,
     prefix: str | None,
-) -> Iterable[Mapping]:
+) -> Iterable[tuple[Mapping, dict[str, str]]]:
+    """The mapping of each stack, and which of its layers are missing."""
     whole, names = config, set(file.shapes)
     for stack in architecture.stacks:
         config = _part_of(whole, stack)
@@ -222,7 +230,7 @@ def _mappings(
         layers = _placed(table, prefixes[0], title=architecture.title).layers(names)
         mapping = _placed(table, prefixes[0], cases(stack, config, names, frozenset(layers)), architecture.title)
         _demand_config_of_same_model(mapping, next(iter(layers.values())), config or {}, file)
-        yield mapping
+        yield mapping, missing_layers(file, mapping, set(layers), table.get("number_of_layers"))
 
 
 def _demand_config_of_same_model(mapping: Mapping, names: Names, config: Config, file: TensorFile) -> None:
@@ -250,7 +258,7 @@ def _part_of(config: Config | None, stack: dict[str, Any]) -> Config | None:
 def _placed(
     table: dict[str, Any], prefix: str, cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = (), title: str = ""
 ) -> Mapping:
-    plain = {name: value for name, value in table.items() if name not in ("cases", "config_in", "beside", "not_under")}
+    plain = {name: value for name, value in table.items() if name not in _OF_RECOGNITION}
     # One head stands in where only names and shapes are asked for.
     heads = {"heads": 1} if "heads" not in plain and _needs_heads(plain) else {}
     return parse_mapping({**plain, **heads, "prefix": prefix}, title or "the family", cases)

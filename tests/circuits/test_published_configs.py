@@ -403,7 +403,9 @@ def saved(config, folder):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_is_the_model_s_own(name, tmp_path):
     family, model = saved(CONFIGS[name], tmp_path)
-    extracted = list(open_checkpoint(tmp_path).layers())
+    opened = open_checkpoint(tmp_path)
+    assert opened.skipped == {}
+    extracted = list(opened.layers())
     assert [weights.layer for weights in extracted] == list(family.layers)
     seen = run(family, model)
     for weights in extracted:
@@ -422,6 +424,7 @@ def test_falcon_has_had_other_names(name, older, tmp_path):
     renamed = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
     old = {renamed.get(key, key): value for key, value in config.items()} | {"model_type": older}
     (tmp_path / "config.json").write_text(json.dumps(old))
+    assert open_checkpoint(tmp_path).skipped == {}
     for one, other in zip(told, open_checkpoint(tmp_path).layers(), strict=True):
         assert other.facts == one.facts
         assert other.W_Q.equal(one.W_Q)
