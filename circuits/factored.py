@@ -8,6 +8,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from . import spectrum
+from .differences import difference_factors
 from .errors import CallError
 from .products import broadcast_shapes, multiply, upcast
 
@@ -107,7 +108,9 @@ class Circuit:
         return Circuit(*factors)
 
     def __sub__(self, other: "Circuit") -> "Circuit":
-        """C - D, exactly, in float64: of rank k1 + k2 if both are factored, collapsed otherwise.
+        """C - D in float64: of rank k1 + k2 if both are factored, collapsed otherwise.
+
+        Of factors near each other it has all its digits, however small it is beside C and D: `difference_factors`.
 
         Raises:
             CallError: the shapes differ.
@@ -115,8 +118,11 @@ class Circuit:
         batch = self._check_same_matrix(other, "difference")
         if self.right is None or other.right is None:
             return Circuit(self.dense() - other.dense())
-        lefts = (upcast(self.left), -upcast(other.left))
+        lefts = (upcast(self.left), upcast(other.left))
         rights = (upcast(self.right), upcast(other.right))
+        if self.left.shape[-1] == other.left.shape[-1]:
+            return Circuit(*difference_factors(lefts[0], rights[0], lefts[1], rights[1]))
+        lefts = lefts[0], -lefts[1]
         return Circuit(
             torch.cat([left.expand(*batch, *left.shape[-2:]) for left in lefts], dim=-1),
             torch.cat([right.expand(*batch, *right.shape[-2:]) for right in rights], dim=-2),

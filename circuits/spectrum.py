@@ -152,7 +152,17 @@ def frobenius_norm(
     norm = square.clamp_min(0).sqrt() * left_size * right_size
     rest = ~((square > SMALLEST_TRACE) & norm.isfinite())
     if rest.any():
-        norm[rest] = matrix_norm(reduce(left, right).core[rest])
+        norm[rest] = _norm_by_reduction(*(each.expand(*rest.shape, *each.shape[-2:])[rest] for each in (left, right)))
+    return norm
+
+
+def _norm_by_reduction(
+    left: Float[Tensor, "some rows rank"], right: Float[Tensor, "some rank columns"]
+) -> Float64[Tensor, "some"]:
+    """||left @ right||_F from the core; zero without more ado where a factor is, as for weights that do not move."""
+    is_zero = (left == 0).flatten(1).all(dim=1) | (right == 0).flatten(1).all(dim=1)
+    norm = torch.zeros(len(left), dtype=torch.float64, device=left.device)
+    norm[~is_zero] = matrix_norm(reduce(left[~is_zero], right[~is_zero]).core)
     return norm
 
 

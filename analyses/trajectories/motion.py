@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from ...circuits.factored import Circuit
@@ -27,8 +27,7 @@ def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[T
         previous: at the one before, of the same shape.
         steps: of training between the two.
     """
-    # Weights that did not move at all: what is left of their difference would be rounding, and a ratio of it noise.
-    change = torch.where(_same_weights(circuit, previous), 0.0, (circuit - previous).frobenius_norm())
+    change = (circuit - previous).frobenius_norm()
     norm, before = circuit.frobenius_norm(), previous.frobenius_norm()
     inner = circuit.inner(previous)
     undefined = torch.full_like(before, torch.nan)
@@ -50,13 +49,3 @@ def effective_ratio(relative_speeds: dict[str, list[float] | None], head: int) -
     if qk is None or ov is None or len(qk) != len(ov) or not (qk[head] > 0 and ov[head] > 0):
         return math.nan
     return qk[head] / ov[head]
-
-
-def _same_weights(circuit: Circuit, previous: Circuit) -> Bool[Tensor, "*batch"]:
-    pairs = [(circuit.left, previous.left)]
-    if circuit.right is not None and previous.right is not None:
-        pairs.append((circuit.right, previous.right))
-    elif circuit.right is not previous.right:
-        return torch.zeros(circuit.batch_shape, dtype=torch.bool)
-    same = [(now.double() == before.double()).all(dim=-1).all(dim=-1) for now, before in pairs]
-    return torch.stack(torch.broadcast_tensors(*same)).all(dim=0)

@@ -48,15 +48,37 @@ def test_inner_product_and_difference(kind: str) -> None:
         assert difference.rank_bound == 6
 
 
-def test_difference_of_near_circuits_keeps_its_digits() -> None:
-    left, right = random(30, 5).double(), random(5, 30, seed=1).double()
-    step = random(30, 5, seed=2).double() * 2.0**-30
-    difference = Circuit(left + step, right) - Circuit(left, right)
-    # The sum left + step is rounded, so the step that was taken is what the factors differ by.
-    expected = ((left + step) - left).numpy() @ right.numpy()
-    values = np.linalg.svd(expected, compute_uv=False)[:5]
-    np.testing.assert_allclose(difference.singular_values()[:5], values, rtol=1e-5)
-    assert difference.frobenius_norm().item() == pytest.approx(np.linalg.norm(expected), rel=1e-5)
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
+@pytest.mark.parametrize("moved", ["both", "left", "right"])
+def test_difference_of_near_circuits_keeps_its_digits(size: float, moved: str) -> None:
+    """Against the difference of the products in extended precision, the only one that has the digits itself."""
+    left, right = random(2, 30, 5).double(), random(2, 5, 25, seed=1).double()
+    new_left = left + size * random(2, 30, 5, seed=2) if moved != "right" else left
+    new_right = right + size * random(2, 5, 25, seed=3) if moved != "left" else right
+    wide = [each.numpy().astype(np.longdouble) for each in (new_left, new_right, left, right)]
+    wanted = wide[0] @ wide[1] - wide[2] @ wide[3]
+    precision = 1e-13 + 100 * np.finfo(np.longdouble).eps / size
+    difference = Circuit(new_left, new_right) - Circuit(left, right)
+    norm = np.sqrt((wanted**2).sum((-2, -1))).astype(float)
+    np.testing.assert_allclose(difference.frobenius_norm(), norm, rtol=precision)
+    values = np.linalg.svd((wanted / size).astype(float), compute_uv=False)[:, :10]
+    found = difference.singular_values() / size
+    np.testing.assert_allclose(found, values, rtol=1e-8 + precision, atol=(1e-8 + precision) * values.max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_did_not_move_differs_by_nothing(dtype: torch.dtype) -> None:
+    left, right = random(3, 30, 5).to(dtype), random(3, 5, 25, seed=1).to(dtype)
+    other = left.clone()
+    other[1, 2, 3] += 1
+    difference = Circuit(other, right) - Circuit(left, right)
+    assert difference.frobenius_norm()[[0, 2]].tolist() == [0, 0]
+    step = (other[1].double() - left[1].double()).numpy() @ right[1].double().numpy()
+    assert difference.frobenius_norm()[1].item() == pytest.approx(np.linalg.norm(step), rel=1e-13)
+    assert not difference.singular_values()[[0, 2]].any()
+    other[1, 2, 3] = torch.nan
+    norms = (Circuit(other, right) - Circuit(left, right)).frobenius_norm()
+    assert norms.isnan().tolist() == [False, True, False]
 
 
 def test_shapes_norms_and_transpose() -> None:
