@@ -57,7 +57,7 @@ def test_difference_of_near_circuits_keeps_its_digits(size: float, moved: str) -
     new_right = right + size * random(2, 5, 25, seed=3) if moved != "left" else right
     wide = [each.numpy().astype(np.longdouble) for each in (new_left, new_right, left, right)]
     wanted = wide[0] @ wide[1] - wide[2] @ wide[3]
-    precision = 1e-13 + 100 * np.finfo(np.longdouble).eps / size
+    precision = 1e-13 + 100 * float(np.finfo(np.longdouble).eps) / size
     difference = Circuit(new_left, new_right) - Circuit(left, right)
     norm = np.sqrt((wanted**2).sum((-2, -1))).astype(float)
     np.testing.assert_allclose(difference.frobenius_norm(), norm, rtol=precision)
