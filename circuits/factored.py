@@ -10,6 +10,7 @@ from torch import Tensor
 from . import spectrum
 from .differences import difference_factors
 from .errors import CallError
+from .powers_of_two import Exponent, in_range, is_in_range, times_power_of_two
 from .products import broadcast_shapes, multiply, upcast
 
 Index = int | slice | EllipsisType | None | Tensor | list[int] | list[bool]
@@ -135,13 +136,22 @@ class Circuit:
             CallError: the shapes differ.
         """
         self._check_same_matrix(other, "inner product")
-        if self.right is None and other.right is None:
-            return (upcast(self.left) * upcast(other.left)).sum((-2, -1))
-        if self.right is None:
-            return other.inner(self)
-        rows = multiply(self.left.mT, other.left)
-        columns = upcast(self.right) if other.right is None else multiply(self.right, other.right.mT)
-        return (rows * columns).sum((-2, -1))
+        parts = _parts_of_inner(self, other)
+        # The parts are small, and tell of the factors what counts here.
+        if all(map(is_in_range, parts)):
+            return (parts[0] * parts[1]).sum((-2, -1))
+        (one, *exponents), (two, *others) = self.in_range(), other.in_range()
+        return times_power_of_two(inner_in_range(one, two), sum((*exponents, *others)))
+
+    def in_range(self) -> tuple["Circuit", Exponent, Exponent]:
+        """C / 2^(m + n) with the factors A / 2^m and B / 2^n, m and n: fourth powers of its entries do not overflow.
+
+        The circuit itself, 0 and 0 where no factor needs it, as with all types but float64.
+        """
+        left, of_left = in_range(self.left)
+        right, of_right = (None, 0) if self.right is None else in_range(self.right)
+        is_here = isinstance(of_left, int) and isinstance(of_right, int)
+        return self if is_here else Circuit(left, right), of_left, of_right
 
     def dense(self) -> Float64[Tensor, "*batch rows columns"]:
         """The matrix itself, formed."""
@@ -188,6 +198,22 @@ class Circuit:
             )
         what = f"Circuit {operation}: shapes {list(self.shape)} and {list(other.shape)}"
         return _broadcast(self.batch_shape, other.batch_shape, what)
+
+
+def inner_in_range(one: Circuit, other: Circuit) -> Float64[Tensor, "*batch"]:
+    """`Circuit.inner` of circuits of one shape that `Circuit.in_range` gave."""
+    rows, columns = _parts_of_inner(one, other)
+    return (rows * columns).sum((-2, -1))
+
+
+def _parts_of_inner(one: Circuit, other: Circuit) -> tuple[Tensor, Tensor]:
+    """L'M and R S', or what stands for them of collapsed circuits: the inner product is the sum of their products."""
+    if one.right is None and other.right is None:
+        return upcast(one.left), upcast(other.left)
+    if one.right is None:
+        return _parts_of_inner(other, one)
+    columns = upcast(one.right) if other.right is None else multiply(one.right, other.right.mT)
+    return multiply(one.left.mT, other.left), columns
 
 
 def _broadcast(first: torch.Size, second: torch.Size, what: str) -> torch.Size:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import CallError
 from .factored import Circuit
+from .powers_of_two import Exponent, times_power_of_two
 from .products import upcast
 from .spectrum import Reduction, ThinSVD, matrix_svd
 
@@ -114,7 +115,7 @@ def largest_rate(singular_values: Float64[Tensor, "*batch rank"]) -> Float64[Ten
 
 def mean_rate(singular_values: Float64[Tensor, "*batch rank"], shape: torch.Size) -> Float64[Tensor, "*batch"]:
     """(1/rows + 1/columns) times the sum of s, for a circuit of the given shape [..., rows, columns]."""
-    return (1 / shape[-2] + 1 / shape[-1]) * singular_values.sum(-1)
+    return ((1 / shape[-2] + 1 / shape[-1]) * singular_values).sum(-1)
 
 
 def self_rate(singular_values: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
@@ -123,7 +124,7 @@ def self_rate(singular_values: Float64[Tensor, "*batch rank"]) -> Float64[Tensor
     largest = singular_values[..., :1]
     relative = torch.where(largest == 0, 0.0, singular_values / largest)
     ratio = relative.pow(3).sum(-1) / relative.square().sum(-1)
-    return torch.where(largest == 0, 0.0, 2 * largest * ratio[..., None]).squeeze(-1)
+    return torch.where(largest == 0, 0.0, largest * (2 * ratio[..., None])).squeeze(-1)
 
 
 def exact_step(circuit: Circuit, gradient: Float[Tensor, "*_ rows columns"]) -> Float64[Tensor, "*batch rows columns"]:
@@ -147,19 +148,20 @@ def agreement(circuit: Circuit) -> Agreement:
         CallError: the circuit is collapsed.
     """
     _factors(circuit, "agreement")
+    circuit, of_left, of_right = circuit.in_range()
     reduction = circuit.reduction()
-    return reduced_agreement(reduction, matrix_svd(reduction.core))
+    return reduced_agreement(reduction, matrix_svd(reduction.core), of_left - of_right)
 
 
-def reduced_agreement(reduction: Reduction, core: ThinSVD) -> Agreement:
-    """`agreement`, from a factored circuit's reduction and the SVD of its core."""
+def reduced_agreement(reduction: Reduction, core: ThinSVD, exponent: Exponent = 0) -> Agreement:
+    """`agreement`, from the reduction of A / 2^m and B / 2^n, the SVD of its core, and m - n."""
     left, right = reduction.left, reduction.right
     if right is None:
         raise CallError("agreement needs the reduction of a factored circuit, got a collapsed one.")
     scale = core.values[..., None]
     # In the bases Q_left and Q_right both operators are small, and neither is the difference of large ones.
-    rows = _compare(core.left @ (scale * core.left.mT), left @ left.mT)
-    columns = _compare(core.right.mT @ (scale * core.right), right.mT @ right)
+    rows = _compare(core.left @ (scale * core.left.mT), left @ left.mT, -exponent)
+    columns = _compare(core.right.mT @ (scale * core.right), right.mT @ right, exponent)
     return Agreement(*rows, *columns)
 
 
@@ -170,25 +172,37 @@ def imbalance(circuit: Circuit) -> Float64[Tensor, "*batch"]:
         CallError: the circuit is collapsed.
     """
     _factors(circuit, "imbalance")
-    return reduced_imbalance(circuit.reduction())
+    circuit, of_left, of_right = circuit.in_range()
+    return reduced_imbalance(circuit.reduction(), of_left - of_right)
 
 
-def reduced_imbalance(reduction: Reduction) -> Float64[Tensor, "*batch"]:
-    """`imbalance`, from a factored circuit's reduction."""
+def reduced_imbalance(reduction: Reduction, exponent: Exponent = 0) -> Float64[Tensor, "*batch"]:
+    """`imbalance`, from the reduction of A / 2^m and B / 2^n, and m - n."""
     left, right = reduction.left, reduction.right
     if right is None:
         raise CallError("imbalance needs the reduction of a factored circuit, got a collapsed one.")
-    first, second = left.mT @ left, right @ right.mT
+    first, second, _ = _side_by_side(left.mT @ left, right @ right.mT, 2 * exponent)
     size = _norm(first) + _norm(second)
     return torch.where(size == 0, 0.0, _norm(first - second) / size)
 
 
-def _compare(omega: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine of the two, and the relative difference, 0 where both are zero."""
+def _side_by_side(first: Tensor, second: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor, Exponent]:
+    """first * 2^exponent and second, both over a power of two that keeps them in range, and that power's exponent."""
+    if isinstance(exponent, int):
+        return first, second, 0
+    above = exponent.clamp_min(0)
+    down = (exponent - above)[..., None, None]
+    return times_power_of_two(first, down), times_power_of_two(second, -above[..., None, None]), above
+
+
+def _compare(omega: Tensor, exact: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
+    """Cosine of omega * 2^exponent and the exact operator, and the relative difference, 0 where both are zero."""
     exact_norm = _norm(exact)
     cosine = (omega * exact).sum((-2, -1)) / (_norm(omega) * exact_norm)
+    near, exact, above = _side_by_side(omega, exact, exponent)
+    difference = times_power_of_two(_norm(near - exact) / exact_norm, above)
     # C is zero where A is, so a zero exact side has a zero Omega beside it.
-    return cosine, torch.where(exact_norm == 0, 0.0, _norm(omega - exact) / exact_norm)
+    return cosine, torch.where(exact_norm == 0, 0.0, difference)
 
 
 def _norm(matrix: Tensor) -> Tensor:

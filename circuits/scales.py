@@ -4,7 +4,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .factored import Circuit
+from .factored import Circuit, inner_in_range
+from .powers_of_two import Exponent, times_power_of_two
 from .preconditioner import (
     Agreement,
     largest_rate,
@@ -16,6 +17,8 @@ from .preconditioner import (
 from .products import multiply, upcast
 from .spectrum import Reduction, ThinSVD, matrix_singular_values, matrix_svd
 
+#: Figures in the units of C.
+_SIZES = ("frobenius_norm", "spectral_norm", "nuclear_norm", "omega_largest", "omega_mean", "omega_self")
 FACTOR_FIGURES = ("imbalance", *(f"agreement_{side}" for side in Agreement._fields))
 SYMMETRY_FIGURES = ("symmetric_share", "antisymmetric_share")
 EIGENVALUE_FIGURES = ("copying_score", "positive_eigenvalue_share")
@@ -62,6 +65,8 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
     """
     if reference is not None:
         circuit.demand_shape(reference.shape, "measure: the reference")
+    circuit, of_left, of_right = circuit.in_range()
+    exponent = of_left + of_right
     reduction = circuit.reduction()
     # A collapsed circuit has no factors to compare with, and can do without singular vectors.
     core = None if circuit.right is None else matrix_svd(reduction.core)
@@ -71,17 +76,22 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
 
     figures = _spectral_figures(s, circuit.shape)
     norm = figures["frobenius_norm"]
-    figures |= dict.fromkeys(FACTOR_FIGURES, missing) if core is None else _factor_figures(reduction, core)
+    if core is None:
+        figures |= dict.fromkeys(FACTOR_FIGURES, missing)
+    else:
+        figures |= _factor_figures(reduction, core, of_left - of_right)
     matrix = _with_its_eigenvalues(circuit) if square else None
     figures |= dict.fromkeys(SYMMETRY_FIGURES, missing) if matrix is None else _symmetry_figures(matrix, norm)
     if eigenvalues:
         figures |= dict.fromkeys(EIGENVALUE_FIGURES, missing) if matrix is None else _eigenvalue_figures(matrix)
     if reference is not None:
-        figures |= _reference_figures(circuit, norm, reference)
+        figures |= _reference_figures(circuit, norm, reference, exponent)
 
     finite = s.isfinite().all(-1)
+    figures |= {name: times_power_of_two(figures[name], exponent) for name in _SIZES}
     figures = {name: torch.where(finite, figure, torch.nan) for name, figure in figures.items()}
-    return {"singular_values": s, **figures}
+    of_each = exponent if isinstance(exponent, int) else exponent[..., None]
+    return {"singular_values": times_power_of_two(s, of_each), **figures}
 
 
 def _spectral_figures(s: Float64[Tensor, "*batch rank"], shape: torch.Size) -> dict[str, Tensor]:
@@ -98,8 +108,8 @@ def _spectral_figures(s: Float64[Tensor, "*batch rank"], shape: torch.Size) -> d
     }
 
 
-def _factor_figures(reduction: Reduction, core: ThinSVD) -> dict[str, Tensor]:
-    figures = (reduced_imbalance(reduction), *reduced_agreement(reduction, core))
+def _factor_figures(reduction: Reduction, core: ThinSVD, exponent: Exponent) -> dict[str, Tensor]:
+    figures = (reduced_imbalance(reduction, exponent), *reduced_agreement(reduction, core, exponent))
     return dict(zip(FACTOR_FIGURES, figures, strict=True))
 
 
@@ -117,9 +127,13 @@ def _eigenvalue_figures(matrix: Float64[Tensor, "*batch n n"]) -> dict[str, Tens
     return dict(zip(EIGENVALUE_FIGURES, (copying, positive), strict=True))
 
 
-def _reference_figures(circuit: Circuit, norm: Float64[Tensor, "*batch"], reference: Circuit) -> dict[str, Tensor]:
-    inner, size = circuit.inner(reference), reference.frobenius_norm()
-    return {"reference_scale": inner / size.square(), "reference_cosine": inner / (norm * size)}
+def _reference_figures(
+    circuit: Circuit, norm: Float64[Tensor, "*batch"], reference: Circuit, exponent: Exponent
+) -> dict[str, Tensor]:
+    reference, of_left, of_right = reference.in_range()
+    inner, size = inner_in_range(circuit, reference), reference.frobenius_norm()
+    scale = times_power_of_two(inner / size.square(), exponent - of_left - of_right)
+    return {"reference_scale": scale, "reference_cosine": inner / (norm * size)}
 
 
 def _with_its_eigenvalues(circuit: Circuit) -> Float64[Tensor, "*batch n n"]:
