@@ -200,15 +200,18 @@ class LocalPlace(Place):
             raise QkovError(f"{self.address} cannot be read ({error.strerror or error})") from error
 
 
-def place_of(address: Path | str) -> Place:
+def place_of(address: Path | str | Place) -> Place:
     """Return the place of a path, of an fsspec address, or of a hub id that no local path has.
 
     Args:
-        address: a path; an address such as `s3://bucket/run`; or `organisation/model` or `organisation/model@revision`.
+        address: a path; an address such as `s3://bucket/run`; `organisation/model` or `organisation/model@revision`; or
+            a place, which is returned.
 
     Raises:
         CallError: the kind of address is unknown, or its driver is not installed.
     """
+    if isinstance(address, Place):
+        return address
     if isinstance(address, Path):
         return LocalPlace(address)
     # A name with a double colon is no address by that alone.

@@ -14,6 +14,7 @@ from .errors import CallError, QkovError
 from .layouts import arrange_layer, count_heads
 from .mapping import Mapping, Names, demand_alone
 from .norms import Basis, Norm, is_centred
+from .places import Place
 from .plain_weights import demand_no_adapters, demand_unscaled
 from .reading_ahead import read_ahead
 from .recognition import Recognised, recognise
@@ -122,7 +123,7 @@ class ReadingOptions:
     prefix: str | None = None
     trust_pickle: bool = False
 
-    def open(self, address: Path | str) -> OpenCheckpoint:
+    def open(self, address: Path | str | Place) -> OpenCheckpoint:
         """Open a checkpoint so.
 
         Raises:

@@ -17,8 +17,8 @@ from .ranges import merged
 #: What drivers call the sign of a file's content or version.
 _SIGNS = (
     *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "md5", "checksum", "blob_id", "lfs", "xet_hash"),
-    *("generation", "VersionId", "version_id", "LastModified", "last_modified", "mtime", "modified", "updated"),
-    *("created",),
+    *("generation", "VersionId", "version_id", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
+    *("updated", "created"),
 )
 #: How many requests are under way at once, where a driver leaves that to us.
 _AT_ONCE = 8

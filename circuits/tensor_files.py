@@ -12,11 +12,11 @@ from .torch_files import TorchFile
 from .weight_folders import SUFFIXES, foreign_format, other_shards, weights_of
 
 
-def open_weights(address: Path | str, trust_pickle: bool = False) -> TensorFile:
+def open_weights(address: Path | str | Place, trust_pickle: bool = False) -> TensorFile:
     """Open a file of weights, an index of several, or the folder of a model; on this machine or anywhere.
 
     Args:
-        address: a path, an fsspec address, or a hub id `organisation/model@revision`.
+        address: a path, an fsspec address, a hub id `organisation/model@revision`, or a place.
         trust_pickle: let PyTorch files run the code that they name. Only for files whose origin is known.
 
     Raises:
