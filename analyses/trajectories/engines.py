@@ -7,9 +7,10 @@ import signal
 import socket
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
@@ -38,10 +39,11 @@ class WorkerLostError(Exception):
 class Engine(ABC):
     """Something that does measurements, in any order."""
 
-    def run(self, measurements: Sequence[Measurement]) -> Iterator[tuple[int, bool]]:
+    def run(self, measurements: Sequence[Measurement]) -> Generator[tuple[int, bool], None, None]:
         """Do them, and yield of each the step, and whether anything was measured.
 
         After an error nothing new is begun; what was begun is finished before the error of the first step is raised.
+        Workers end at once where this is closed before.
 
         Raises:
             QkovError: a measurement could not be done, or the cluster cannot be reached.
@@ -55,15 +57,18 @@ class Engine(ABC):
                     return
                 yield measurement
 
-        for step, outcome in self._told(until_an_error()) if measurements else ():
-            if isinstance(outcome, Exception):
-                errors[step] = outcome
-            else:
-                yield step, outcome
+        if not measurements:
+            return
+        with closing(self._told(until_an_error())) as told:
+            for step, outcome in told:
+                if isinstance(outcome, Exception):
+                    errors[step] = outcome
+                else:
+                    yield step, outcome
         if errors:
             raise errors[min(errors)]
 
-    def _told(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
+    def _told(self, measurements: Iterator[Measurement]) -> Generator[Outcome, None, None]:
         try:
             yield from self._outcomes(measurements)
         except QkovError:
@@ -84,7 +89,7 @@ class ThisProcess(Engine):
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
         opened: OpenedLast | None = None
         for measurement in measurements:
-            opened = opened or OpenedLast(measurement.options)
+            opened = opened or OpenedLast(measurement.options, measurement.kept_in)
             yield measurement.step, _outcome(measurement, opened)
 
 
@@ -240,7 +245,15 @@ def _as_they_come(
             outcomes: Any = parallel(
                 joblib.delayed(_in_one_thread)(measurement, parent) for measurement in measurements
             )
-        yield from outcomes
+        try:
+            # Not `yield from`, which would close it where nothing silences it.
+            for outcome in outcomes:  # noqa: UP028
+                yield outcome
+        finally:
+            with warnings.catch_warnings():
+                # joblib warns of the work that is given up.
+                warnings.simplefilter("ignore")
+                outcomes.close()
 
 
 @contextmanager

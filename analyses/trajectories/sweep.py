@@ -1,18 +1,27 @@
 """The measurement of one checkpoint as a job that any process can do: it reads, measures and writes by itself."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ...circuits.checkpoints import Checkpoint
 from ...circuits.reading import ReadingOptions
+from .keeping import place_to_read
 from .measuring import Opened, TaskDirections, View, checkpoint_rows, composition_columns
 from .store import RunStore
 
 
 @dataclass
 class OpenedLast:
-    """The checkpoints opened last, so that one that serves as itself, and then as the one before, is opened once."""
+    """The checkpoints opened last, so that one that serves as itself, and then as the one before, is opened once.
+
+    Attributes:
+        options: how they are read.
+        kept_in: the folder for what is read of checkpoints at a distance, where it is kept.
+        held: those that are open, by their steps.
+    """
 
     options: ReadingOptions
+    kept_in: Path | None = None
     held: dict[int, Opened] = field(default_factory=dict)
 
     def keep(self, steps: set[int]) -> None:
@@ -22,7 +31,8 @@ class OpenedLast:
     def open(self, checkpoint: Checkpoint) -> Opened:
         """Return a checkpoint, opened now or before."""
         if checkpoint.step not in self.held:
-            self.held[checkpoint.step] = Opened(checkpoint, self.options.open(checkpoint.address))
+            place = place_to_read(checkpoint, self.kept_in)
+            self.held[checkpoint.step] = Opened(checkpoint, self.options.open(place))
         return self.held[checkpoint.step]
 
 
@@ -41,6 +51,7 @@ class Measurement:
         view: basis and rotary offset.
         key: of what the figures are made from.
         composition_key: likewise of the composition scores; None where they are not wanted.
+        kept_in: the folder for what is read of checkpoints at a distance, where it is kept.
     """
 
     store: RunStore
@@ -53,11 +64,17 @@ class Measurement:
     view: View
     key: str
     composition_key: str | None
+    kept_in: Path | None = None
 
     @property
     def step(self) -> int:
         """Of training."""
         return self.checkpoint.step
+
+    @property
+    def needed(self) -> set[int]:
+        """The steps of the checkpoints that are read for it."""
+        return {each.step for each in (self.checkpoint, self.before, self.reference) if each is not None}
 
     def is_done(self) -> bool:
         """Say whether the store holds all that is wanted."""
@@ -70,9 +87,8 @@ class Measurement:
             CallError: the view is not possible.
             QkovError: a checkpoint cannot be read, or does not agree with the others.
         """
-        opened = OpenedLast(self.options) if opened is None else opened
-        needed = [each for each in (self.checkpoint, self.before, self.reference) if each is not None]
-        opened.keep({each.step for each in needed})
+        opened = OpenedLast(self.options, self.kept_in) if opened is None else opened
+        opened.keep(self.needed)
         wanted = {"figures": not self._has_figures(), "composition": not self._has_composition()}
         if wanted["figures"]:
             rows = checkpoint_rows(

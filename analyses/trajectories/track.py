@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from ...circuits.mapping import Mapping
 from ...circuits.places import LocalPlace, place_of
 from ...circuits.reading import ReadingOptions
 from .engines import Engine, WorkerLostError, engine_named
+from .keeping import drop_all_but, folder_for_keeping, place_to_read
 from .measuring import TaskDirections, View
 from .store import RunStore
 from .sweep import Measurement
@@ -104,50 +106,52 @@ def track(
     reference_step = _pinned_reference(target, source, settings, checkpoints)
     gone = sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints})
     fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
-    # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
-    first = options.open(checkpoints[0].address)
-    view.demand_possible(first, first.file.address)
-    target.describe(
-        {
-            "source": source,
-            "settings": settings,
-            "reference_step": reference_step,
-            "recognised": first.recognised,
-            "skipped": first.skipped,
-            "left_out": found.left_out,
-            "versions": versions(),
-            "checkpoints": [
-                {"step": checkpoint.step, "uri": checkpoint.address, "fingerprint": fingerprints[checkpoint.step]}
-                for checkpoint in checkpoints
-            ],
-            "no_longer_there": gone,
-        }
-    )
-    reference = next((checkpoint for checkpoint in checkpoints if checkpoint.step == reference_step), None)
-    common = {"settings": settings, "qkov": version("qkov")}
-    measurements = []
-    for position, checkpoint in enumerate(checkpoints):
-        before = checkpoints[position - 1] if position else None
-        made_from = common | {"checkpoint": fingerprints[checkpoint.step]}
-        key = made_from | {
-            "previous": None if before is None else [before.step, fingerprints[before.step]],
-            "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
-        }
-        measurements.append(
-            Measurement(
-                store=target,
-                source=source,
-                checkpoint=checkpoint,
-                before=before,
-                reference=reference,
-                directions=directions,
-                options=options,
-                view=view,
-                key=json.dumps(key, sort_keys=True),
-                composition_key=json.dumps(made_from, sort_keys=True) if composition else None,
-            )
+    with folder_for_keeping(checkpoints) as kept_in:
+        # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
+        first = options.open(place_to_read(checkpoints[0], kept_in))
+        view.demand_possible(first, first.file.address)
+        target.describe(
+            {
+                "source": source,
+                "settings": settings,
+                "reference_step": reference_step,
+                "recognised": first.recognised,
+                "skipped": first.skipped,
+                "left_out": found.left_out,
+                "versions": versions(),
+                "checkpoints": [
+                    {"step": checkpoint.step, "uri": checkpoint.address, "fingerprint": fingerprints[checkpoint.step]}
+                    for checkpoint in checkpoints
+                ],
+                "no_longer_there": gone,
+            }
         )
-    return _measure(measurements, target, chosen, progress)
+        reference = next((checkpoint for checkpoint in checkpoints if checkpoint.step == reference_step), None)
+        common = {"settings": settings, "qkov": version("qkov")}
+        measurements = []
+        for position, checkpoint in enumerate(checkpoints):
+            before = checkpoints[position - 1] if position else None
+            made_from = common | {"checkpoint": fingerprints[checkpoint.step]}
+            key = made_from | {
+                "previous": None if before is None else [before.step, fingerprints[before.step]],
+                "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
+            }
+            measurements.append(
+                Measurement(
+                    store=target,
+                    source=source,
+                    checkpoint=checkpoint,
+                    before=before,
+                    reference=reference,
+                    directions=directions,
+                    options=options,
+                    view=view,
+                    key=json.dumps(key, sort_keys=True),
+                    composition_key=json.dumps(made_from, sort_keys=True) if composition else None,
+                    kept_in=kept_in,
+                )
+            )
+        return _measure(measurements, target, chosen, progress, kept_in)
 
 
 def _measure(
@@ -155,6 +159,7 @@ def _measure(
     store: RunStore,
     engine: Engine,
     progress: Callable[[int, int, int, bool], None] | None,
+    kept_in: Path | None,
 ) -> Tracked:
     measured: list[int] = []
     kept: list[int] = []
@@ -164,15 +169,19 @@ def _measure(
         if progress is not None:
             progress(len(measured) + len(kept), len(measurements), step, new)
 
-    missing = []
+    missing = {}
     for measurement in measurements:
         if measurement.is_done():
             note(measurement.step, new=False)
         else:
-            missing.append(measurement)
+            missing[measurement.step] = measurement
     try:
-        for step, new in engine.run(missing):
-            note(step, new)
+        with closing(engine.run(list(missing.values()))) as outcomes:
+            for step, new in outcomes:
+                note(step, new)
+                del missing[step]
+                if kept_in is not None:
+                    drop_all_but(kept_in, set().union(*(measurement.needed for measurement in missing.values())))
     except WorkerLostError as error:
         done = sum(measurement.is_done() for measurement in measurements)
         raise QkovError(
