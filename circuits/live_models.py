@@ -11,9 +11,9 @@ from .attention_modules import has_attention_modules, mappings_of
 from .errors import CallError, QkovError
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .live_weights import LiveWeights
-from .mapping import Mapping, demand_alone
+from .mapping import Mapping
 from .plain_weights import demand_no_adapters
-from .reading import OpenCheckpoint
+from .reading import OpenCheckpoint, ReadingOptions
 from .recognition import Recognised, recognise
 from .wrapped_names import unwrapped
 
@@ -48,27 +48,30 @@ def open_model(
         CallError: it is no such model, or the options do not go together.
         QkovError: its names are not recognised, or its weights cannot be read.
     """
-    given = any(option is not None for option in (mapping, family, heads, prefix))
-    if not given and has_weight_interface(model):
+    return open_live(model, ReadingOptions(mapping, family, heads, prefix))
+
+
+def open_live(model: Any, options: ReadingOptions) -> OpenCheckpoint | OpenHookedModel:
+    """`open_model`, with its options in one."""
+    if not options.are_given and has_weight_interface(model):
         return OpenHookedModel(model, *_wrapped(model))
     if not isinstance(model, nn.Module):
         raise CallError(
             f"expected a torch.nn.Module, or a model whose blocks have an attn with W_Q, W_K, W_V and W_O as in "
             f"TransformerLens, got {type(model).__name__}"
         )
-    if mapping is not None:
-        demand_alone(mapping, family, heads, prefix)
+    stated = options.stated()
     address = f"the model {type(model).__name__}"
     tensors, config = model.state_dict(), config_of(model, address)
     demand_no_adapters(tensors, address)
-    if mapping is not None:
-        return OpenCheckpoint(LiveWeights(tensors, address), Recognised(f"by {mapping.origin}", (mapping,)))
-    if not given and (config is None or "model_type" not in config) and has_attention_modules(model):
+    if stated is not None:
+        return OpenCheckpoint(LiveWeights(tensors, address), stated)
+    if not options.are_given and (config is None or "model_type" not in config) and has_attention_modules(model):
         found = mappings_of(model)
         how = "by its torch.nn.MultiheadAttention modules"
         return OpenCheckpoint(LiveWeights(found.apart(tensors), address), Recognised(how, found.mappings))
     file = unwrapped(LiveWeights(tensors, address, config))
-    return OpenCheckpoint(file, recognise(file, family, heads, prefix))
+    return OpenCheckpoint(file, options.recognise(file))
 
 
 def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:

@@ -13,10 +13,9 @@ from .errors import CallError, QkovError
 from .hooked_models import has_weight_interface
 from .live_models import config_of, open_model
 from .live_weights import LiveWeights
-from .mapping import Mapping, demand_alone
 from .named_tensors import TensorFile
 from .plain_weights import demand_no_adapters
-from .reading import OpenCheckpoint
+from .reading import OpenCheckpoint, ReadingOptions
 from .recognition import Recognised, recognise
 from .wrapped_names import unwrapped
 
@@ -31,15 +30,7 @@ class LiveParameters:
         recognised: the mapping of each stack of layers, and how it was found.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mapping: Mapping | None = None,
-        *,
-        family: str | None = None,
-        heads: int | None = None,
-        prefix: str | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: ReadingOptions | None = None) -> None:
         """Recognise a model as `open_model` does, but always by its parameters.
 
         Raises:
@@ -48,26 +39,25 @@ class LiveParameters:
         """
         if not isinstance(model, nn.Module):
             raise CallError(f"expected a torch.nn.Module, got {type(model).__name__}")
-        given = any(option is not None for option in (mapping, family, heads, prefix))
-        if mapping is not None:
-            demand_alone(mapping, family, heads, prefix)
+        options = options or ReadingOptions()
+        stated = options.stated()
         self.model = model
         self._address = f"the model {type(model).__name__}"
-        hooked = not given and has_weight_interface(model)
+        hooked = not options.are_given and has_weight_interface(model)
         # The parts of TransformerLens' models may have configs of their own; the model itself tells its heads.
         self._config = None if hooked else config_of(model, self._address)
         self._modules: FoundModules | None = None
         tensors = self.tensors()
         demand_no_adapters(tensors, self._address)
-        if mapping is not None:
-            self.recognised = Recognised(f"by {mapping.origin}", (mapping,))
+        if stated is not None:
+            self.recognised = stated
         elif hooked:
             self.recognised = self._of_hooked(model)
-        elif not given and "model_type" not in (self._config or {}) and has_attention_modules(model):
+        elif not options.are_given and "model_type" not in (self._config or {}) and has_attention_modules(model):
             self._modules = mappings_of(model)
             self.recognised = Recognised("by its torch.nn.MultiheadAttention modules", self._modules.mappings)
         else:
-            self.recognised = recognise(self._file(tensors), family, heads, prefix)
+            self.recognised = options.recognise(self._file(tensors))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the model by name, as they are."""

@@ -184,18 +184,6 @@ def parse_mapping(
     )
 
 
-def demand_alone(mapping: Mapping, *others: object) -> None:
-    """Refuse a mapping that is none, or beside which there are others of `family`, `heads` and `prefix`.
-
-    Raises:
-        CallError: it is so.
-    """
-    if not isinstance(mapping, Mapping):
-        raise CallError(f"mapping should be a Mapping, as read_mapping(path) gives it, got {type(mapping).__name__}")
-    if any(other is not None for other in others):
-        raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
-
-
 def seen(names: Iterable[str]) -> str:
     """Return the names that a file holds, in words, a long list cut short."""
     names = sorted(names)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention_weights import AttentionWeights
 from .errors import CallError, QkovError
 from .layouts import arrange_layer, count_heads
-from .mapping import Mapping, Names, demand_alone
+from .mapping import Mapping, Names
 from .norms import Basis, Norm, is_centred
 from .places import Place
 from .plain_weights import demand_no_adapters, demand_unscaled
@@ -132,13 +132,37 @@ class ReadingOptions:
         """
         file = open_weights(address, self.trust_pickle)
         demand_no_adapters(file.shapes, file.address)
-        if self.mapping is not None:
-            demand_alone(self.mapping, self.family, self.heads, self.prefix)
-            return OpenCheckpoint(file, Recognised(f"by {self.mapping.origin}", (self.mapping,)))
+        stated = self.stated()
+        if stated is not None:
+            return OpenCheckpoint(file, stated)
         if is_own(file):
             return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
         file = unwrapped(file)
-        return OpenCheckpoint(file, recognise(file, self.family, self.heads, self.prefix))
+        return OpenCheckpoint(file, self.recognise(file))
+
+    @property
+    def are_given(self) -> bool:
+        """Whether anything is said of the architecture."""
+        return any(option is not None for option in (self.mapping, self.family, self.heads, self.prefix))
+
+    def stated(self) -> Recognised | None:
+        """Return what the mapping says, where there is one: nothing is recognised then.
+
+        Raises:
+            CallError: it is none, or there are others of `family`, `heads` and `prefix` beside it.
+        """
+        if self.mapping is None:
+            return None
+        if not isinstance(self.mapping, Mapping):
+            got = type(self.mapping).__name__
+            raise CallError(f"mapping should be a Mapping, as read_mapping(path) gives it, got {got}")
+        if replace(self, mapping=None).are_given:
+            raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
+        return Recognised(f"by {self.mapping.origin}", (self.mapping,))
+
+    def recognise(self, file: TensorFile) -> Recognised:
+        """Recognise the tensors of a file, as `recognition.recognise` does with these options."""
+        return recognise(file, self.family, self.heads, self.prefix)
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the figures, as JSON can hold it."""

@@ -12,7 +12,7 @@ from ..analyses.dynamics.model import SingleLayerAttention
 from ..circuits.attention_weights import AttentionWeights
 from ..circuits.errors import CallError, QkovError
 from ..circuits.live_parameters import LiveParameters
-from ..circuits.mapping import Mapping
+from ..circuits.reading import ReadingOptions
 
 CircuitName = Literal["QK", "OV"]
 
@@ -58,13 +58,7 @@ class CircuitEntries:
 
 
 def circuit_entries(
-    model: nn.Module,
-    *,
-    biases: bool = False,
-    mapping: Mapping | None = None,
-    family: str | None = None,
-    heads: int | None = None,
-    prefix: str | None = None,
+    model: nn.Module, options: ReadingOptions | None = None, biases: bool = False
 ) -> list[CircuitEntries]:
     """Find the entries of both circuits in the parameters of a model, each parameter once.
 
@@ -73,8 +67,8 @@ def circuit_entries(
 
     Args:
         model: any that `open_model` reads, or a `SingleLayerAttention`.
+        options: how to read it, where that is not left to what is recognised.
         biases: whether b_Q and b_K belong to QK, and b_V and b_O to OV; otherwise they belong to neither.
-        mapping: of the tensors, as in `open_model`; likewise `family`, `heads` and `prefix`.
 
     Raises:
         CallError: it is no torch.nn.Module, the options do not go together, or the same entries are in both circuits.
@@ -82,7 +76,7 @@ def circuit_entries(
     """
     if isinstance(model, SingleLayerAttention):
         return list(_of_single_layer(model))
-    live = LiveParameters(model, mapping, family=family, heads=heads, prefix=prefix)
+    live = LiveParameters(model, options)
     places = _Places(model)
     found: dict[tuple[int, CircuitName], list[set[int]]] = {}
     for dimension in range(places.dimensions):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..circuits.errors import CallError
 from ..circuits.mapping import Mapping
+from ..circuits.reading import ReadingOptions
 from .circuit_entries import CircuitEntries, circuit_entries, in_words
 from .circuit_multipliers import MULTIPLIER, circuit_multipliers, is_finite, training
 
@@ -77,8 +78,8 @@ def circuit_parameter_groups(
     multipliers = circuit_multipliers(qk, ov)
     if not (is_finite(lr) and lr >= 0):
         raise CallError(f"the base rate lr should be a finite number from 0, got {lr!r}")
-    options: dict[str, Any] = {"mapping": mapping, "family": family, "heads": heads, "prefix": prefix}
-    entries = training(circuit_entries(model, biases=biases, **options), multipliers)
+    options = ReadingOptions(mapping, family, heads, prefix)
+    entries = training(circuit_entries(model, options, biases), multipliers)
     _demand_whole(entries)
     circuits = {id(one.parameter): one.circuit for one in entries}
     names = {id(parameter): name for name, parameter in model.named_parameters()}

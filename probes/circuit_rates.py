@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..circuits.errors import CallError
 from ..circuits.mapping import Mapping
+from ..circuits.reading import ReadingOptions
 from .circuit_entries import CircuitEntries, circuit_entries, in_words
 from .circuit_multipliers import MULTIPLIER, circuit_multipliers, training
 from .proportional_steps import demand_proportional_steps
@@ -95,8 +96,7 @@ class CircuitRates:
             QkovError: no attention is found.
         """
         multipliers = circuit_multipliers(qk, ov)
-        options: dict[str, Any] = {"mapping": mapping, "family": family, "heads": heads, "prefix": prefix}
-        found = circuit_entries(model, biases=biases, **options)
+        found = circuit_entries(model, ReadingOptions(mapping, family, heads, prefix), biases)
         scaled = [one for one in training(found, multipliers) if multipliers[one.circuit] != 1]
         self.multipliers = multipliers
         self._found = found

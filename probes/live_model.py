@@ -13,7 +13,7 @@ from ..circuits.attention_weights import AttentionWeights
 from ..circuits.errors import QkovError
 from ..circuits.factor_gradients import step_figures
 from ..circuits.factored import Circuit
-from ..circuits.live_models import open_model
+from ..circuits.live_models import open_live
 from ..circuits.live_parameters import LiveParameters
 from ..circuits.reading import ReadingOptions
 from ..circuits.trained_factors import trained_circuits, without_product
@@ -54,14 +54,8 @@ class LiveModel:
             CallError: it is no model, or the view is not possible.
             QkovError: its weights are not recognised, or cannot be read.
         """
-        self._model, self._view = model, view
-        self._options: dict[str, Any] = {
-            "mapping": options.mapping,
-            "family": options.family,
-            "heads": options.heads,
-            "prefix": options.prefix,
-        }
-        opened = open_model(model, **self._options)
+        self._model, self._view, self._options = model, view, options
+        opened = open_live(model, options)
         self.recognised, self.skipped = opened.recognised, opened.skipped
         layers = tuple(opened.layers())
         view.demand_possible(LayersInMemory(layers), f"the model {type(model).__name__}")
@@ -75,7 +69,7 @@ class LiveModel:
         self._is_of_product = {place: place not in reasons for place in places}
         self._parameters: LiveParameters | None = None
         try:
-            self._parameters = LiveParameters(model, **self._options)
+            self._parameters = LiveParameters(model, options)
         except QkovError as error:
             reasons = dict.fromkeys(places, f"its gradients cannot be read, as {error}")
         else:
@@ -84,7 +78,7 @@ class LiveModel:
 
     def layers(self) -> LayersInMemory:
         """Return the layers in the basis of the view, sharing the model's memory where they can."""
-        opened = open_model(self._model, **self._options)
+        opened = open_live(self._model, self._options)
         return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
 
     def factors(self) -> Factors:
