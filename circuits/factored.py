@@ -153,6 +153,15 @@ class Circuit:
         is_here = isinstance(of_left, int) and isinstance(of_right, int)
         return self if is_here else Circuit(left, right), of_left, of_right
 
+    def reduction_in_range(self) -> tuple["Circuit", spectrum.Reduction, Exponent, Exponent]:
+        """What `in_range` gives, the circuit with its reduction."""
+        reduction = self.reduction()
+        # Its matrices are as large as the factors, and looked through faster.
+        if all(is_in_range(each) for each in reduction if each is not None):
+            return self, reduction, 0, 0
+        circuit, of_left, of_right = self.in_range()
+        return circuit, reduction if circuit is self else circuit.reduction(), of_left, of_right
+
     def dense(self) -> Float64[Tensor, "*batch rows columns"]:
         """The matrix itself, formed."""
         return upcast(self.left) if self.right is None else multiply(self.left, self.right)

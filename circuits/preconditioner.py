@@ -148,8 +148,7 @@ def agreement(circuit: Circuit) -> Agreement:
         CallError: the circuit is collapsed.
     """
     _factors(circuit, "agreement")
-    circuit, of_left, of_right = circuit.in_range()
-    reduction = circuit.reduction()
+    _, reduction, of_left, of_right = circuit.reduction_in_range()
     return reduced_agreement(reduction, matrix_svd(reduction.core), of_left - of_right)
 
 
@@ -172,8 +171,8 @@ def imbalance(circuit: Circuit) -> Float64[Tensor, "*batch"]:
         CallError: the circuit is collapsed.
     """
     _factors(circuit, "imbalance")
-    circuit, of_left, of_right = circuit.in_range()
-    return reduced_imbalance(circuit.reduction(), of_left - of_right)
+    _, reduction, of_left, of_right = circuit.reduction_in_range()
+    return reduced_imbalance(reduction, of_left - of_right)
 
 
 def reduced_imbalance(reduction: Reduction, exponent: Exponent = 0) -> Float64[Tensor, "*batch"]:

@@ -65,9 +65,8 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
     """
     if reference is not None:
         circuit.demand_shape(reference.shape, "measure: the reference")
-    circuit, of_left, of_right = circuit.in_range()
+    circuit, reduction, of_left, of_right = circuit.reduction_in_range()
     exponent = of_left + of_right
-    reduction = circuit.reduction()
     # A collapsed circuit has no factors to compare with, and can do without singular vectors.
     core = None if circuit.right is None else matrix_svd(reduction.core)
     s = matrix_singular_values(reduction.core) if core is None else core.values
