@@ -32,6 +32,9 @@ SMALLEST_EIGENVALUE = 1e-8
 # ||C||_F^2 as the trace of two Gram matrices of trace one: above this it has lost at most four of 16 digits.
 SMALLEST_TRACE = 1e-4
 
+# Below this norm of a factor the squares in its Gram matrix may be too small to have all their digits.
+SMALLEST_SIZE = 1e-140
+
 
 class ThinSVD(NamedTuple):
     """A matrix as left @ diag(values) @ right, with orthonormal columns in left and rows in right."""
@@ -186,7 +189,7 @@ def _values_from_grams(
     factor, failed = torch.linalg.cholesky_ex(right_gram)
     size = left_size * right_size
     # A trace of squares is finite where all of the matrix is. LAPACK refuses a whole batch for one NaN.
-    accepted = size.isfinite() & (size > 0) & (failed == 0)
+    accepted = size.isfinite() & (failed == 0)
     square = _congruent(left_gram, factor)
     if not accepted.all():
         square.masked_fill_(~accepted[..., None, None], 0.0)
@@ -220,8 +223,9 @@ def _orthogonalize(
         factor, failed = torch.linalg.cholesky_ex(tall_gram)
         triangle = factor.mT.contiguous()
         inverse = torch.linalg.solve_triangular(triangle, torch.eye(rank, **options), upper=True)
-        condition = torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse)
-        rest = ~((failed == 0) & (condition <= CHOLESKY_CONDITION))
+        size = torch.linalg.matrix_norm(triangle)
+        condition = size * torch.linalg.matrix_norm(inverse)
+        rest = ~((failed == 0) & (size > SMALLEST_SIZE) & (condition <= CHOLESKY_CONDITION))
     basis = None
     if rest.any():
         mode = "reduced" if vectors else "r"
@@ -230,9 +234,12 @@ def _orthogonalize(
 
 
 def _normalize(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """A Gram matrix, brought to trace one in place, and the factor's norm, so that no fourth power overflows."""
+    """A Gram matrix, brought to trace one in place, and the factor's norm, so that no fourth power overflows.
+
+    The norm is NaN where the Gram matrix has lost digits of it.
+    """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return gram.div_(trace[..., None, None]), trace.sqrt()
+    return gram.div_(trace[..., None, None]), trace.sqrt().masked_fill_(trace < SMALLEST_SIZE**2, torch.nan)
 
 
 def _zero_where_not_finite(matrix: Tensor) -> tuple[Tensor, Tensor]:
