@@ -113,10 +113,13 @@ class _Blocks:
 
 def _scratch_like(matrices: Tensor) -> Float64[Tensor, "batch rows columns"]:
     """Room in float64, one matrix after the other: each thread's own, kept, since new memory is slow to touch first."""
-    kept = getattr(_of_thread, "scratch", None)
-    if kept is None or len(kept) < matrices.numel():
-        kept = _of_thread.scratch = torch.from_numpy(np.empty(max(SCRATCH_ELEMENTS, matrices.numel())))
-    return kept[: matrices.numel()].view(matrices.shape)
+    size = matrices.numel()
+    if size > SCRATCH_ELEMENTS:
+        return torch.empty(matrices.shape, dtype=torch.float64)
+    if not hasattr(_of_thread, "scratch"):
+        _of_thread.scratch = np.empty(SCRATCH_ELEMENTS)
+    # Of numpy, since a tensor made in inference mode could not be written to outside of it.
+    return torch.from_numpy(_of_thread.scratch[:size]).view(matrices.shape)
 
 
 _of_thread = threading.local()

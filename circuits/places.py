@@ -166,12 +166,12 @@ class LocalPlace(Place):
         return digest.hexdigest()
 
     def version(self) -> tuple[int, ...] | None:
-        """Return the file's number, its size, and when it was last written."""
+        """Return the file's size, and when it was last written."""
         try:
             status = self.path.stat()
         except OSError:
             return None
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return status.st_size, status.st_mtime_ns
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:

@@ -97,9 +97,10 @@ class OpenCheckpoint:
         yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
 
     def each_layer(self, job: Callable[[AttentionWeights], Result]) -> list[Result]:
-        """Return what a job gives for each layer's weights, in order; as many layers at a time as torch has threads.
+        """Return what a job gives for each layer's weights, in order; up to four at a time share torch's threads.
 
-        Faster than the same job in a loop over `layers`, since no thread waits for the others within a layer.
+        Faster than the same job in a loop over `layers`: no thread waits for the others within a layer. A job runs in a
+        thread of its own, where what is set for the caller's alone is not set, such as autocast.
 
         Raises:
             QkovError: as `layers`.

@@ -35,9 +35,10 @@ class ShardedWeights(TensorFile):
         self.shard_of = read_index(index)
         self.waits = not isinstance(self._folder, LocalPlace)
         self._opened: dict[str, TensorFile] = {}
+        self._versions = {shard: self._folder.child(shard).version() for shard in sorted(set(self.shard_of.values()))}
         if isinstance(self._folder, LocalPlace):
-            for shard in sorted(set(self.shard_of.values())):
-                if not self._folder.child(shard).is_file():
+            for shard, version in self._versions.items():
+                if version is None or not self._folder.child(shard).is_file():
                     raise self._missing(shard)
         self.shapes = _Shapes(self)
 
@@ -59,13 +60,16 @@ class ShardedWeights(TensorFile):
         """Return the file that holds these tensors, which the index puts in one.
 
         Raises:
-            QkovError: the file is missing, damaged, or does not hold one of them.
+            QkovError: the file is missing, damaged, was written again since the index was read, or does not hold one of
+                them.
         """
         shard = self.shard_of[names[0]]
         if shard not in self._opened:
             place = self._folder.child(shard)
             if not place.is_file():
                 raise self._missing(shard)
+            # Opened one after the other, they have to be of one moment all the same.
+            place.demand_version(self._versions[shard])
             self._opened[shard] = (
                 SafetensorsFile(place) if place.suffix == ".safetensors" else TorchFile(place, self._trust_pickle)
             )

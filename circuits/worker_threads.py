@@ -16,6 +16,8 @@ from threadpoolctl import ThreadpoolController
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+#: That are in memory at a time, such as layers, however many threads there are.
+ITEMS_AT_ONCE = 4
 #: Just below the 32 megabytes from which glibc gives back every block.
 _LARGEST_KEPT = 31 * 2**20
 
@@ -32,16 +34,19 @@ def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
     with _one_numpy_thread():
         if parts == 1:
             return [job(0, length)]
-        return list(_workers(threads).map(job, bounds[:-1], bounds[1:]))
+        with _workers(threads, 1) as workers:
+            return list(workers.map(job, bounds[:-1], bounds[1:]))
 
 
 def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return what a job gives for each item, in order, as many items at a time as torch has threads.
+    """Return what a job gives for each item, in order; up to `ITEMS_AT_ONCE` of them at a time share torch's threads.
 
     An item is taken when a thread is free for it, and by one thread at a time, so that as many are in memory as are
-    worked on. Once one fails, or the caller is interrupted, no more are begun. Within a job all has one thread.
+    worked on. Once one fails, or the caller is interrupted, no more are begun. Whether torch keeps gradients is as for
+    the caller; what else is set for the caller's thread alone, such as autocast, is not set within a job.
     """
     threads = torch.get_num_threads()
+    at_once = min(threads, ITEMS_AT_ONCE)
     coming, numbers, results = iter(items), count(), {}
     taking, ended = threading.Lock(), threading.Event()
     with_gradient = torch.is_grad_enabled()
@@ -66,16 +71,18 @@ def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
     _keep_freed_memory()
     with _one_numpy_thread():
-        if threads == 1:
+        if at_once == 1:
             work()
         else:
-            working = [_workers(threads).submit(work) for _ in range(threads)]
-            try:
-                for each in working:
-                    each.result()
-            finally:
-                ended.set()
-                wait(working)
+            with _workers(at_once, threads // at_once) as workers:
+                working = []
+                try:
+                    working += [workers.submit(work) for _ in range(at_once)]
+                    for each in working:
+                        each.result()
+                finally:
+                    ended.set()
+                    wait(working)
     return [results[index] for index in range(len(results))]
 
 
@@ -87,22 +94,45 @@ def _keep_freed_memory() -> None:
     np.empty(_LARGEST_KEPT, dtype=np.uint8)
 
 
-@cache
-def _workers(threads: int) -> ThreadPoolExecutor:
-    ready = threading.Barrier(threads + 1)
+@contextmanager
+def _workers(number: int, threads_each: int) -> Iterator[ThreadPoolExecutor]:
+    """Some worker threads that nobody else has meanwhile, so that nobody waits for what waits for them."""
+    idle = _idle.setdefault((number, threads_each), [])
+    try:
+        workers = idle.pop()
+    except IndexError:
+        workers = _started(number, threads_each)
+    try:
+        yield workers
+    finally:
+        idle.append(workers)
+
+
+_idle: dict[tuple[int, int], list[ThreadPoolExecutor]] = {}
+
+
+def _started(number: int, threads_each: int) -> ThreadPoolExecutor:
+    common, ready = torch.get_num_threads(), threading.Barrier(number + 1)
 
     def begin() -> None:
         # A thread takes the common number when it first looks, whatever it was told before.
         torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(threads_each)
         ready.wait()
 
-    workers = ThreadPoolExecutor(threads, "qkov", begin)
-    for _ in range(threads):
-        workers.submit(int)
-    ready.wait()
-    # torch keeps one number for each thread, and the last one that was set for threads to come.
-    torch.set_num_threads(threads)
+    workers = ThreadPoolExecutor(number, "qkov", begin)
+    try:
+        for _ in range(number):
+            workers.submit(int)
+        ready.wait()
+    except BaseException:
+        # Those that wait would do so for ever, and be waited for when the process ends.
+        ready.abort()
+        workers.shutdown(wait=False, cancel_futures=True)
+        raise
+    finally:
+        # torch keeps one number for each thread, and the last one that was set for threads to come.
+        torch.set_num_threads(common)
     return workers
 
 
@@ -133,4 +163,4 @@ _numpy_is_set = threading.Lock()
 
 # Threads stay behind when a process is forked.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_workers.cache_clear)
+    os.register_at_fork(after_in_child=_idle.clear)

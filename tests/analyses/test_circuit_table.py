@@ -1,10 +1,12 @@
 """The table of one checkpoint: from its file, opened, and from the model in memory, against the weights by hand."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 from pandas.testing import assert_frame_equal
-from qkov.analyses.trajectories import circuit_table, track
+from qkov.analyses.trajectories import circuit_table, measuring, track
 from qkov.circuits import CallError, open_checkpoint, open_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -65,6 +67,22 @@ def test_layers_side_by_side_give_the_same_table_to_the_bit(model, folder, tmp_p
     finally:
         torch.set_num_threads(1)
     assert_frame_equal(together, alone_of_run, check_exact=True)
+
+
+def test_layers_are_measured_side_by_side(folder, monkeypatch):
+    together, one_alone = threading.Barrier(2), measuring.measure
+
+    def both(circuit, **options):
+        # Nobody gets past the barrier alone.
+        together.wait(60)
+        return one_alone(circuit, **options)
+
+    monkeypatch.setattr(measuring, "measure", both)
+    torch.set_num_threads(2)
+    try:
+        assert len(circuit_table(folder)) == 2 * 4 * 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_wrong_calls(folder, tmp_path):

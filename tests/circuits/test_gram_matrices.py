@@ -5,7 +5,8 @@ import pytest
 import torch
 from qkov.circuits import AttentionWeights, Circuit, Norm
 from qkov.circuits.folded_circuit import FoldedCircuit
-from qkov.circuits.gram_matrices import Folded, gram
+from qkov.circuits.gram_matrices import Folded, _of_thread, gram
+from qkov.circuits.products import SCRATCH_ELEMENTS
 
 LAYOUTS = {
     "rows together": lambda W: W.contiguous(),
@@ -54,6 +55,14 @@ def test_any_batch(shape):
     wanted = np.einsum("...ik,...il->...kl", W.double().numpy(), W.double().numpy())
     assert gram(W).shape == (*shape[:-2], shape[-1], shape[-1])
     np.testing.assert_allclose(gram(W).numpy(), wanted, rtol=1e-13, atol=1e-12)
+
+
+def test_a_large_factor_after_small_ones_has_room_that_is_not_kept():
+    for shape in ((1, 50, 7), (1, 3 * SCRATCH_ELEMENTS // 4, 2), (2, 50, 7)):
+        W = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        wanted = np.einsum("hik,hil->hkl", W.double().numpy(), W.double().numpy())
+        np.testing.assert_allclose(gram(W).numpy(), wanted, rtol=1e-12, atol=1e-9)
+    assert len(_of_thread.scratch) == SCRATCH_ELEMENTS
 
 
 def test_a_matrix_that_is_not_finite_leaves_its_neighbours():

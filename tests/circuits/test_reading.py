@@ -1,7 +1,9 @@
 """Reading: the weights of a file layer by layer, by a mapping or recognised; every fault in one line."""
 
+import json
 import os
 import pickle
+import threading
 
 import pytest
 import torch
@@ -222,3 +224,58 @@ def test_a_file_that_is_written_again_while_it_is_read_is_refused(tmp_path, monk
     monkeypatch.setattr(LocalPlace, "version", lambda _: next(versions))
     with pytest.raises(QkovError, match="was written again"):
         next(opened.layers())
+
+
+def test_layers_are_read_side_by_side(tmp_path):
+    path, together = tmp_path / "step_1.pt", threading.Barrier(2)
+    torch.save(state(layers=4), path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        # Nobody gets past the barrier alone.
+        open_checkpoint(path, mapping()).each_layer(lambda _: together.wait(60))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
+    """A mapped file stays whole until it is let go, as of a run that keeps its last checkpoints alone."""
+    for kind in ("pt", "safetensors"):
+        path, tensors = tmp_path / f"step_1.{kind}", state()
+        (torch.save if kind == "pt" else save_file)(tensors, path)
+        opened = open_checkpoint(path, mapping())
+        path.unlink()
+        if kind == "pt":
+            assert torch.equal(next(opened.layers()).W_Q, tensors["layers.0.q"].view(3, 4, 12).mT)
+        else:
+            with pytest.raises(QkovError, match="does not exist"):
+                next(opened.layers())
+
+
+@pytest.mark.parametrize("changed", ["size", "time"])
+def test_size_and_time_each_tell_that_a_file_was_written(tmp_path, changed):
+    path = tmp_path / "file"
+    path.write_bytes(b"one")
+    os.utime(path, ns=(10**18, 10**18))
+    version = place_of(path).version()
+    path.write_bytes(b"other" if changed == "size" else b"two")
+    os.utime(path, ns=(10**18, 10**18 + (changed == "time")))
+    with pytest.raises(QkovError, match="was written again"):
+        place_of(path).demand_version(version)
+
+
+def test_shards_of_two_moments_are_refused(tmp_path):
+    tensors = state()
+    for layer in range(2):
+        held = {name: tensor for name, tensor in tensors.items() if f".{layer}." in name}
+        save_file(held, tmp_path / f"model-{layer}.safetensors")
+    index = {name: f"model-{name.split('.')[1]}.safetensors" for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    opened = open_checkpoint(tmp_path / "model.safetensors.index.json", mapping())
+    # Shapes were asked of both shards, so open the index alone again.
+    opened.file._opened.clear()
+    next(layers := opened.layers())
+    held = {name: 0 * tensor for name, tensor in tensors.items() if ".1." in name}
+    save_file(held, tmp_path / "model-1.safetensors")
+    with pytest.raises(QkovError, match=r"model-1.safetensors was written again"):
+        next(layers)

@@ -214,7 +214,9 @@ def test_units_do_not_matter(scale: float) -> None:
     values, expected = Circuit(scale * left, right).singular_values(), dense_values(left, right)[:4]
     np.testing.assert_allclose(values / scale, expected, rtol=1e-10)
     np.testing.assert_allclose(Circuit(left, scale * right).svd().values / scale, expected, rtol=1e-10)
-    np.testing.assert_allclose(Circuit(scale * left, right).frobenius_norm() / scale, np.linalg.norm(expected), rtol=1e-12)
+    np.testing.assert_allclose(
+        Circuit(scale * left, right).frobenius_norm() / scale, np.linalg.norm(expected), rtol=1e-12
+    )
 
 
 def test_many_matrices_are_converted_block_by_block() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits.places import place_of
 from qkov.circuits.reading import open_checkpoint
 from qkov.circuits.tensor_files import open_weights
 from safetensors.torch import save_file
@@ -124,6 +125,8 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
     file = open_weights(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(QkovError, match="before its tensors do: copy it again"):
+        place_of(path).fetch([(3900, 4070)])
+    with pytest.raises(QkovError, match="was written again after it was opened"):
         file.read(["a"])
     path.unlink()
     with pytest.raises(CallError, match="does not exist"):

@@ -5,11 +5,12 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from qkov.circuits import Circuit
-from qkov.circuits.worker_threads import _workers, in_threads, side_by_side
+from qkov.circuits.worker_threads import ITEMS_AT_ONCE, _idle, in_threads, side_by_side
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 
@@ -17,7 +18,7 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 def two_threads():
     """Of torch and of numpy, whatever the environment says, and workers that are not there yet."""
     before = torch.get_num_threads()
-    _workers.cache_clear()
+    _idle.clear()
     torch.set_num_threads(2)
     with threadpool_limits(2, user_api="blas"):
         yield
@@ -158,7 +159,7 @@ def test_after_an_error_no_more_are_begun_and_nothing_works_on(two_threads):
 
     numpys = numpy_threads()
     with pytest.raises(ValueError, match="of item 3"):
-        side_by_side(job, range(1000))
+        side_by_side(job, range(50))
     assert len(begun) <= 6
     assert sorted([*ended, 3]) == sorted(begun)
     assert numpy_threads() == numpys
@@ -184,7 +185,7 @@ def test_an_interrupt_waits_for_what_was_begun(two_threads):
         ended.append(number)
 
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(job, range(1000))
+        side_by_side(job, range(50))
     assert len(begun) <= 6
     assert sorted(begun) == sorted(ended)
 
@@ -207,6 +208,108 @@ def test_jobs_side_by_side_may_have_parts_of_their_own(two_threads):
     for seed, found in enumerate(products):
         left, right = factors(seed)
         torch.testing.assert_close(found, torch.linalg.svdvals(left @ right)[:, :5], rtol=1e-9, atol=0)
+
+
+def test_items_are_taken_by_one_thread_at_a_time(two_threads):
+    class Items:
+        def __init__(self):
+            self.left, self.is_taken = 8, False
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            assert not self.is_taken
+            if not self.left:
+                raise StopIteration
+            self.is_taken = True
+            time.sleep(0.005)
+            self.left, self.is_taken = self.left - 1, False
+            return self.left
+
+    assert side_by_side(lambda number: number, Items()) == list(range(7, -1, -1))
+
+
+def test_many_threads_are_shared_by_a_few_items(two_threads):
+    torch.set_num_threads(2 * ITEMS_AT_ONCE + 1)
+    running, most, lock = [], [], threading.Lock()
+
+    def job(_: int) -> int:
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        time.sleep(0.02)
+        with lock:
+            running.pop()
+        return torch.get_num_threads()
+
+    assert side_by_side(job, range(20)) == [2] * 20
+    assert max(most) == ITEMS_AT_ONCE
+    assert torch.get_num_threads() == 2 * ITEMS_AT_ONCE + 1
+
+
+@pytest.mark.parametrize("within", ["a pool of the user's", "more threads", "side by side again"])
+def test_a_job_may_wait_for_threads_of_its_own(two_threads, within):
+    circuit = Circuit(*factors(0))
+    wanted = circuit.singular_values()
+
+    def job(_: int) -> torch.Tensor:
+        if within == "more threads":
+            torch.set_num_threads(2)
+            return Circuit(*factors(0)).singular_values()
+        if within == "side by side again":
+            torch.set_num_threads(2)
+            return side_by_side(lambda seed: Circuit(*factors(seed)).singular_values(), [0, 1])[0]
+        with ThreadPoolExecutor(2) as own:
+            return next(own.map(lambda seed: Circuit(*factors(seed)).singular_values(), [0, 1]))
+
+    found: list[torch.Tensor] = []
+    working = threading.Thread(target=lambda: found.extend(side_by_side(job, range(4))), daemon=True)
+    working.start()
+    working.join(60)
+    assert len(found) == 4
+    for values in found:
+        torch.testing.assert_close(values, wanted, rtol=1e-12, atol=0)
+
+
+def test_nobody_waits_for_the_items_of_another(two_threads):
+    may_end = threading.Event()
+    working = threading.Thread(target=side_by_side, args=(lambda _: may_end.wait(60), range(2)))
+    working.start()
+    try:
+        assert in_threads(lambda start, stop: (start, stop), 4) == [(0, 2), (2, 4)]
+        assert side_by_side(lambda number: number, range(4)) == [0, 1, 2, 3]
+    finally:
+        may_end.set()
+        working.join()
+
+
+def test_threads_that_cannot_be_started_are_an_error_and_not_the_end(two_threads, monkeypatch):
+    started, start = [], threading.Thread.start
+
+    def only_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", only_one)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        in_threads(lambda *_: None, 4)
+    monkeypatch.undo()
+    started[0].join(60)
+    assert not started[0].is_alive()
+    assert torch.get_num_threads() == 2
+    assert in_threads(lambda *_: torch.get_num_threads(), 4) == [1, 1]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_figures_in_inference_mode_leave_those_after_it_alone(two_threads, threads):
+    torch.set_num_threads(threads)
+    left, right = (factor.float()[:1] for factor in factors(0))
+    with torch.inference_mode():
+        within = Circuit(left, right).frobenius_norm()
+    assert Circuit(left, right).frobenius_norm().tolist() == within.tolist()
 
 
 def factors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
