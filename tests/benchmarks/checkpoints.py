@@ -36,7 +36,7 @@ MODELS = {
 }
 BASIS = "folded_centred"
 #: Checkpoints of the run that one and two workers sweep.
-SWEEP = 12
+SWEEP = 24
 README = Path(__file__).parents[2] / "README.md"
 MARKS = ("<!-- checkpoints -->", "<!-- /checkpoints -->")
 
