@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from pandas.testing import assert_frame_equal
-from qkov.analyses.trajectories import circuit_table, measuring, track
-from qkov.circuits import CallError, open_checkpoint, open_model
+from qkov.analyses.trajectories import circuit_table, track
+from qkov.circuits import CallError, measure, open_checkpoint, open_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
@@ -70,14 +70,14 @@ def test_layers_side_by_side_give_the_same_table_to_the_bit(model, folder, tmp_p
 
 
 def test_layers_are_measured_side_by_side(folder, monkeypatch):
-    together, one_alone = threading.Barrier(2), measuring.measure
+    together = threading.Barrier(2)
 
     def both(circuit, **options):
         # Nobody gets past the barrier alone.
         together.wait(60)
-        return one_alone(circuit, **options)
+        return measure(circuit, **options)
 
-    monkeypatch.setattr(measuring, "measure", both)
+    monkeypatch.setattr("qkov.analyses.trajectories.measuring.measure", both)
     torch.set_num_threads(2)
     try:
         assert len(circuit_table(folder)) == 2 * 4 * 2
