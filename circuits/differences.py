@@ -1,8 +1,10 @@
-"""The difference of two products of the same rank, through the differences of their factors."""
+"""The difference of two products: factors joined, of equal rank the differences of the factors."""
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+
+from .products import broadcast_shapes
 
 
 def difference_factors(
@@ -26,11 +28,12 @@ def difference_factors(
     balance = torch.where((wanted > 0) & wanted.isfinite(), wanted.log2().round().exp2(), 1.0)[..., None, None]
     has_moved = ~((moved == 0) & (moved_too == 0))[..., None, None]
     return (
-        _joined(moved_left * balance, other_left * has_moved, dim=-1),
-        _joined(right / balance, moved_right, dim=-2),
+        joined(moved_left * balance, other_left * has_moved, dim=-1),
+        joined(right / balance, moved_right, dim=-2),
     )
 
 
-def _joined(first: Tensor, second: Tensor, dim: int) -> Tensor:
-    batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+def joined(first: Tensor, second: Tensor, dim: int) -> Tensor:
+    """Two factors side by side (dim -1) or one above the other (dim -2), their batch dimensions broadcast."""
+    batch = broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return torch.cat([each.expand(*batch, *each.shape[-2:]) for each in (first, second)], dim=dim)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from . import spectrum
-from .differences import difference_factors
+from .differences import difference_factors, joined
 from .errors import CallError
 from .powers_of_two import Exponent, in_range, is_in_range, times_power_of_two
 from .products import broadcast_shapes, multiply, upcast
@@ -57,7 +57,7 @@ class Circuit:
                 "Circuit: left [..., rows, rank] and right [..., rank, columns] must share their rank, got "
                 f"{shapes}. Weights stored as [d_model, d_head] on both sides need .mT on the right."
             )
-        _broadcast(self.left.shape[:-2], self.right.shape[:-2], f"Circuit: {shapes}")
+        _demand_broadcast(self.left.shape[:-2], self.right.shape[:-2], f"Circuit: {shapes}")
 
     @classmethod
     def from_collapsed(cls, matrix: Float[Tensor, "*batch rows columns"]) -> "Circuit":
@@ -116,18 +116,13 @@ class Circuit:
         Raises:
             CallError: the shapes differ.
         """
-        batch = self._check_same_matrix(other, "difference")
+        self._check_same_matrix(other, "difference")
         if self.right is None or other.right is None:
             return Circuit(self.dense() - other.dense())
-        lefts = (upcast(self.left), upcast(other.left))
-        rights = (upcast(self.right), upcast(other.right))
-        if self.left.shape[-1] == other.left.shape[-1]:
-            return Circuit(*difference_factors(lefts[0], rights[0], lefts[1], rights[1]))
-        lefts = lefts[0], -lefts[1]
-        return Circuit(
-            torch.cat([left.expand(*batch, *left.shape[-2:]) for left in lefts], dim=-1),
-            torch.cat([right.expand(*batch, *right.shape[-2:]) for right in rights], dim=-2),
-        )
+        left, right, other_left, other_right = map(upcast, (self.left, self.right, other.left, other.right))
+        if left.shape[-1] == other_left.shape[-1]:
+            return Circuit(*difference_factors(left, right, other_left, other_right))
+        return Circuit(joined(left, -other_left, dim=-1), joined(right, other_right, dim=-2))
 
     def inner(self, other: "Circuit") -> Float64[Tensor, "*batch"]:
         """Frobenius inner product <C, D> = tr(C' D), through the factors: the sum of (L'M) * (R S') for C = LR, D = MS.
@@ -198,15 +193,15 @@ class Circuit:
                 f"it, got {list(shape)}."
             )
 
-    def _check_same_matrix(self, other: "Circuit", operation: str) -> torch.Size:
-        """Refuse circuits of other shapes, and return the batch shape of the two together."""
+    def _check_same_matrix(self, other: "Circuit", operation: str) -> None:
+        """Refuse circuits of other shapes."""
         if self.shape[-2:] != other.shape[-2:]:
             raise CallError(
                 f"Circuit: a {operation} needs two circuits of one shape, got {list(self.shape)} and "
                 f"{list(other.shape)}."
             )
         what = f"Circuit {operation}: shapes {list(self.shape)} and {list(other.shape)}"
-        return _broadcast(self.batch_shape, other.batch_shape, what)
+        _demand_broadcast(self.batch_shape, other.batch_shape, what)
 
 
 def inner_in_range(one: Circuit, other: Circuit) -> Float64[Tensor, "*batch"]:
@@ -225,8 +220,8 @@ def _parts_of_inner(one: Circuit, other: Circuit) -> tuple[Tensor, Tensor]:
     return multiply(one.left.mT, other.left), columns
 
 
-def _broadcast(first: torch.Size, second: torch.Size, what: str) -> torch.Size:
+def _demand_broadcast(first: torch.Size, second: torch.Size, what: str) -> None:
     try:
-        return broadcast_shapes(first, second)
+        broadcast_shapes(first, second)
     except ValueError as error:
         raise CallError(f"{what}: the batch dimensions {list(first)} and {list(second)} do not broadcast.") from error

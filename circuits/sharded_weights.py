@@ -37,8 +37,8 @@ class ShardedWeights(TensorFile):
         self._opened: dict[str, TensorFile] = {}
         self._versions = {shard: self._folder.child(shard).version() for shard in sorted(set(self.shard_of.values()))}
         if isinstance(self._folder, LocalPlace):
-            for shard, version in self._versions.items():
-                if version is None or not self._folder.child(shard).is_file():
+            for shard in self._versions:
+                if not self._folder.child(shard).is_file():
                     raise self._missing(shard)
         self.shapes = _Shapes(self)
 
