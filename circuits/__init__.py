@@ -1,20 +1,21 @@
 """Weights to circuits: the algebra of factored matrices, and checkpoint reading."""
 
-from .attention_weights import AttentionFacts, AttentionWeights
-from .checkpoints import Checkpoint, find_checkpoints
-from .composition import LayerComposition, composition_scores
+from .algebra.circuit import Circuit
+from .algebra.measure import measure
+from .algebra.preconditioner import Agreement, Eigenvalues, Preconditioner, agreement, exact_step, imbalance
+from .algebra.spectrum import ThinSVD
+from .architectures.mapping import Mapping, read_mapping
+from .checkpoints.runs import Checkpoint, find_checkpoints
 from .errors import CallError, QkovError
-from .factored import Circuit
-from .hooked_models import OpenHookedModel
-from .inspection import inspect_checkpoint
-from .live_models import open_model
-from .mapping import Mapping, read_mapping
-from .norms import BASES, Basis, HeadNorm, Norm
-from .preconditioner import Agreement, Eigenvalues, Preconditioner, agreement, exact_step, imbalance
-from .reading import OpenCheckpoint, open_checkpoint
-from .rotary import Rotary
-from .scales import measure
-from .spectrum import ThinSVD
+from .live.hooked_models import OpenHookedModel
+from .live.models import open_model
+from .reading.checkpoint import OpenCheckpoint
+from .reading.inspection import inspect_checkpoint
+from .reading.options import open_checkpoint
+from .weights.attention_weights import AttentionFacts, AttentionWeights
+from .weights.composition import LayerComposition, composition_scores
+from .weights.norms import BASES, Basis, HeadNorm, Norm
+from .weights.rotary import Rotary
 
 __all__ = [
     "BASES",

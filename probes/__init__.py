@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .attention_probe import AttentionProbe
-from .circuit_parameter_groups import CircuitParameterGroups, circuit_parameter_groups
-from .circuit_probe import CircuitProbe
-from .circuit_rates import CircuitRates
+from .attention.probe import AttentionProbe
+from .rates.circuit_rates import CircuitRates
+from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
+from .training.circuit_probe import CircuitProbe
 
 if TYPE_CHECKING:
-    from .trainer_callback import CircuitProbeCallback
+    from .training.trainer_callback import CircuitProbeCallback
 
 __all__ = [
     "AttentionProbe",
@@ -23,7 +23,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load what needs transformers when it is asked for."""
     if name == "CircuitProbeCallback":
-        from .trainer_callback import CircuitProbeCallback
+        from .training.trainer_callback import CircuitProbeCallback
 
         return CircuitProbeCallback
     raise AttributeError(f"module {__name__} has no attribute {name}")

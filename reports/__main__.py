@@ -1,5 +1,5 @@
 """`python -m qkov.reports` is the command `qkov`."""
 
-from .command_line import main
+from .commands.main import main
 
 main()

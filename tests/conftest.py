@@ -89,7 +89,7 @@ def smollm2(pytestconfig, smollm2_gguf) -> Path:
 def smollm2_tokeniser(pytestconfig, smollm2_gguf) -> Path:
     """The tokeniser of SmolLM2 in a folder, which transformers takes as long to make of the GGUF file; made once."""
     from filelock import FileLock
-    from qkov.analyses.attention.tokenisers import load_tokeniser
+    from qkov.analyses.attention import load_tokeniser
 
     place = Path(pytestconfig.cache.mkdir("smollm2_tokeniser"))
     with FileLock(place / "lock"):

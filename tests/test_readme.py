@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from qkov.circuits.mapping import parse_mapping
-from qkov.reports.command_line import app, run
-from qkov.reports.families_table import families_lines
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.reports.commands.inspection_text import families_lines
+from qkov.reports.commands.main import app, run
 from typer.main import get_command
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -1,32 +1,31 @@
 """Where attention goes, and whether it is faithful to what the model does."""
 
-from .alternatives import Target
-from .attention_flow import attention_flow
-from .attribution import METHODS, Attributions, attribute
-from .dtap import Dtap, dtap, dtap_differences, dtap_grid
-from .explanation import Explanation, explain
-from .explanation_files import read_explanation, write_explanation
-from .explanation_settings import ExplanationSettings
-from .faithfulness import Faithfulness, faithfulness
-from .gradient_rollout import gradient_rollout
-from .head_relevance import HeadRelevance
+from .explanation.explanation import Explanation, explain
+from .explanation.files import read_explanation, write_explanation
+from .explanation.settings import ExplanationSettings
 from .intervals import Bootstrap
-from .loading import load_model
-from .measures import MEASURES
-from .model import AttentionModel, Batch
-from .perturbation import ERASER, PAPER, Perturbation
-from .plausibility import Plausibility, Rationales, plausibility
-from .predictions import predictions
-from .readout_rows import last_layer, layer_mean, readout_rows
-from .relevance import Relevance, RelevantAttention, relevance_of
-from .relevance_figures import Thresholds, relevance_differences, relevance_summary
-from .relevant_tokens import Counting
-from .rollout import FusedMaps, rollout
-from .rollout_settings import Rollout
-from .single_layer_models import SingleLayerModel
-from .task_fitting import fit_task
-from .tokenisers import load_tokeniser
-from .value_norms import value_norms
+from .measures.attention_flow import attention_flow
+from .measures.gradient_rollout import gradient_rollout
+from .measures.readout_rows import last_layer, layer_mean, readout_rows
+from .measures.registry import MEASURES
+from .measures.rollout import FusedMaps, Rollout, rollout
+from .measures.value_norms import value_norms
+from .models.alternatives import Target
+from .models.loading import load_model
+from .models.model import AttentionModel, Batch
+from .models.predictions import predictions
+from .models.single_layer import SingleLayerModel
+from .models.task_fitting import fit_task
+from .models.tokenisers import load_tokeniser
+from .rationales.attribution import METHODS, Attributions, attribute
+from .rationales.faithfulness import Faithfulness, faithfulness
+from .rationales.perturbation import ERASER, PAPER, Perturbation
+from .rationales.plausibility import Plausibility, Rationales, plausibility
+from .relevance.dtap import Dtap, dtap, dtap_differences, dtap_grid
+from .relevance.figures import Thresholds, relevance_differences, relevance_summary
+from .relevance.heads import HeadRelevance
+from .relevance.relevance import Relevance, RelevantAttention, relevance_of
+from .relevance.relevant_tokens import Counting
 
 __all__ = [
     "ERASER",

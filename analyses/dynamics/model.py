@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...circuits.factored import Circuit
+from ...circuits.algebra.circuit import Circuit
 from .sequences import Sequences
 from .setting import Parameterization
 

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...circuits.factored import Circuit
-from ...circuits.preconditioner import Preconditioner, exact_step
-from ...circuits.saved_format import save_checkpoint
+from ...circuits.algebra.circuit import Circuit
+from ...circuits.algebra.preconditioner import Preconditioner, exact_step
+from ...circuits.reading.saved_format import save_checkpoint
 from .training import State
 
 

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ...circuits.attention_weights import AttentionWeights
+from ...circuits.algebra.circuit import Circuit
+from ...circuits.algebra.preconditioner import Preconditioner, exact_step
 from ...circuits.errors import CallError, QkovError
-from ...circuits.factored import Circuit
-from ...circuits.preconditioner import Preconditioner, exact_step
+from ...circuits.weights.attention_weights import AttentionWeights
 from .landing import Landing
 from .model import SingleLayerAttention, relevant_attention
 from .sequences import Sequences

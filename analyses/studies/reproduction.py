@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from joblib import Parallel, cpu_count, delayed, parallel_config
 
-from ...circuits.atomic_write import write_atomically
+from ...circuits.algebra.circuit import Circuit
 from ...circuits.errors import CallError, QkovError
-from ...circuits.factored import Circuit
+from ...circuits.storage.atomic_write import write_atomically
 from ..dynamics.model import SingleLayerAttention
 from ..dynamics.populations import directions, exact_population
 from ..dynamics.saved_runs import log_spaced_steps, save_runs
@@ -20,8 +20,9 @@ from ..dynamics.starts import aligned_start
 from ..dynamics.step_sizes import RelativeStep
 from ..dynamics.training import State, train
 from ..trajectories.store import RunStore
-from ..trajectories.track import TaskDirections, track
-from ..trajectories.versions import versions
+from ..trajectories.tracking import track
+from ..trajectories.view import TaskDirections
+from ..versions import versions
 
 FORMAT = "qkov reproduction 1"
 _DESCRIPTION = "reproduction.json"

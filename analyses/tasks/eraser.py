@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ...circuits.errors import CallError, QkovError
-from ...circuits.places import Place
+from ...circuits.storage.places import Place
 from .collecting import Found, LeftOut, collected
 from .example import Span, Task, TextExample
 from .records import data_place, field, files_in, read_records, read_text

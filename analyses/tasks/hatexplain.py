@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...circuits.errors import CallError, QkovError
-from ...circuits.places import Place
+from ...circuits.storage.places import Place
 from .collecting import Found, LeftOut, collected
 from .eraser import eraser
 from .example import Task, TextExample

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ...circuits.errors import CallError
-from .agreement import agreement
+from .agreement.agreement import agreement
+from .collecting import checked_options
 from .eraser import eraser
 from .example import Task
 from .hatexplain import hatexplain
 from .induction import induction
 from .lines import lines
-from .options import checked_options
 from .squad import squad
 from .synthetic import fifty_token, population
 

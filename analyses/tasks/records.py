@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...circuits.errors import CallError, QkovError, reason
-from ...circuits.places import LocalPlace, Place, place_of
+from ...circuits.storage.address import place_of
+from ...circuits.storage.places import LocalPlace, Place
 
 _HUB_ID = re.compile(r"\w[\w.\-]*(?:/[\w.\-]+)?(?:@\S+)?")
 #: Endings of files; a name with one of them was not meant for the hub.

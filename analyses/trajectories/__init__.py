@@ -1,8 +1,8 @@
 """Circuits over training: tracking and the run store."""
 
-from .circuit_table import circuit_table
-from .measuring import TaskDirections
+from .one_table import circuit_table
 from .store import RunStore
-from .track import Tracked, track
+from .tracking import Tracked, track
+from .view import TaskDirections
 
 __all__ = ["RunStore", "TaskDirections", "Tracked", "circuit_table", "track"]

@@ -6,9 +6,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...circuits.checkpoints import Checkpoint
-from ...circuits.kept_places import KeptPlace
-from ...circuits.places import LocalPlace, place_of
+from ...circuits.checkpoints.runs import Checkpoint
+from ...circuits.storage.address import place_of
+from ...circuits.storage.kept import KeptPlace
+from ...circuits.storage.places import LocalPlace
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ...circuits.factored import Circuit
+from ...circuits.algebra.circuit import Circuit
 
 #: The figures of `motion`, all of them undefined at a run's first checkpoint.
 MOTION = ("change_norm", "relative_speed", "previous_scale", "previous_cosine")

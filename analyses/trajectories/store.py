@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.dataset import dataset
 
-from ...circuits.atomic_write import remove_stale, write_atomically
 from ...circuits.errors import CallError, QkovError
+from ...circuits.storage.atomic_write import remove_stale, write_atomically
 
 FORMAT = "qkov run store 2"
 _KEY = b"qkov"

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...circuits.checkpoints import Checkpoint
-from ...circuits.reading import ReadingOptions
+from ...circuits.checkpoints.runs import Checkpoint
+from ...circuits.reading.options import ReadingOptions
 from .keeping import place_to_read
-from .measuring import Opened, TaskDirections, View, checkpoint_rows, composition_columns
+from .measuring import checkpoint_rows, composition_columns
 from .store import RunStore
+from .view import Opened, TaskDirections, View
 
 
 @dataclass

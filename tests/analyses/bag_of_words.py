@@ -1,8 +1,8 @@
 """A classifier whose probabilities are in closed form: the sum of its tokens' weights, through a sigmoid."""
 
 import torch
-from qkov.analyses.attention.model import AttentionModel
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import AttentionModel
+from qkov.circuits import CallError
 
 
 class BagOfWords(AttentionModel):

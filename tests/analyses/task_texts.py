@@ -1,6 +1,6 @@
 """What tests ask of a task whose examples are texts."""
 
-from qkov.analyses.tasks.example import Task, TextExample
+from qkov.analyses.tasks import Task, TextExample
 
 
 def texts(task: Task) -> list[TextExample]:

@@ -4,9 +4,8 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.attention_flow import attention_flow, flow_row
-from qkov.analyses.attention.rollout import FusedMaps, rollout
-from qkov.analyses.attention.rollout_settings import Rollout
+from qkov.analyses.attention import FusedMaps, Rollout, attention_flow, rollout
+from qkov.analyses.attention.measures.attention_flow import flow_row
 
 from .toy_attention import ToyAttention, batch_of, kept_maps
 

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from qkov.analyses.attention.attention_rows import STREAMED, attention_rows
-from qkov.analyses.attention.measures import MEASURES
-from qkov.analyses.attention.model import Batch
-from qkov.analyses.attention.readout_rows import readout_rows
-from qkov.analyses.attention.rollout_settings import Rollout
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import MEASURES, Batch, Rollout, readout_rows
+from qkov.analyses.attention.measures.registry import STREAMED, attention_rows
+from qkov.analyses.tasks import Example
+from qkov.circuits import CallError
 
 from .tiny_models import CAUSAL, CLASSIFIERS, MASK, MASKED
 from .toy_attention import ToyAttention, batch_of

@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.analyses.attention.alternatives import demand_target
-from qkov.analyses.attention.attribution import METHODS, attribute
-from qkov.analyses.attention.gradient_rollout import gradient_rollout
-from qkov.analyses.attention.measures import MEASURES
-from qkov.analyses.attention.model import AttentionModel, Batch
-from qkov.analyses.attention.predictions import predictions
-from qkov.analyses.attention.transformers_models import (
+from qkov.analyses.attention import MEASURES, METHODS, AttentionModel, Batch, attribute, gradient_rollout, predictions
+from qkov.analyses.attention.models.alternatives import demand_target
+from qkov.analyses.attention.models.transformers import (
     TransformersCausalLM,
     TransformersClassifier,
     TransformersMaskedLM,
 )
-from qkov.analyses.tasks.example import Example
+from qkov.analyses.tasks import Example
 from qkov.circuits import CallError, QkovError
 
 from .tiny_models import CAUSAL, CLASSIFIERS, MASK, MASKED, VOCABULARY

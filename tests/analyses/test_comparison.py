@@ -2,9 +2,7 @@
 
 import numpy as np
 import pytest
-from qkov.analyses.dynamics.matched_loss import at_loss
-from qkov.analyses.dynamics.populations import directions
-from qkov.analyses.dynamics.setting import Parameterization
+from qkov.analyses.dynamics import Parameterization, at_loss, directions
 from qkov.analyses.studies.comparison import (
     FAR_LOSSES,
     long_after_table,

@@ -3,13 +3,21 @@
 import numpy as np
 import pandas as pd
 import pytest
-from qkov.analyses.attention.compared_runs import ALL_TOKENS, ELSEWHERE
-from qkov.analyses.attention.dtap import dtap, dtap_differences, dtap_grid
-from qkov.analyses.attention.intervals import EXACT, Bootstrap, mean_intervals
-from qkov.analyses.attention.relevance import RelevantAttention
-from qkov.analyses.attention.relevance_figures import READINGS, Thresholds, relevance_differences, relevance_summary
-from qkov.analyses.attention.relevant_tokens import RIGHT
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import (
+    Bootstrap,
+    RelevantAttention,
+    Thresholds,
+    dtap,
+    dtap_differences,
+    dtap_grid,
+    relevance_differences,
+    relevance_summary,
+)
+from qkov.analyses.attention.intervals import EXACT, mean_intervals
+from qkov.analyses.attention.relevance.compared_runs import ALL_TOKENS, ELSEWHERE
+from qkov.analyses.attention.relevance.figures import READINGS
+from qkov.analyses.attention.relevance.relevant_tokens import RIGHT
+from qkov.circuits import CallError
 from scipy.stats import bootstrap
 
 FIFTHS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

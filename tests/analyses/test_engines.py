@@ -14,12 +14,9 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from qkov.analyses.trajectories import engines
-from qkov.analyses.trajectories.store import RunStore
-from qkov.analyses.trajectories.track import track
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.errors import QkovError
-from qkov.circuits.saved_format import save_checkpoint
+from qkov.analyses.trajectories import RunStore, engines, track
+from qkov.circuits import AttentionWeights, QkovError
+from qkov.circuits.reading.saved_format import save_checkpoint
 
 STEPS = (0, 10, 200, 1000)
 #: Of the longer run: checkpoints, and heads of each.
@@ -126,15 +123,15 @@ def test_engines_that_cannot_be_had(small_run, tmp_path, monkeypatch):
 
 
 def test_clusters_are_imported_by_those_who_use_them():
-    code = "import sys, qkov.analyses.trajectories.track; print({'ray', 'distributed', 'dask'} & set(sys.modules))"
+    code = "import sys, qkov.analyses.trajectories.tracking; print({'ray', 'distributed', 'dask'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 SWEEP = textwrap.dedent(
     """
     import sys
-    from qkov.analyses.trajectories.track import track
-    from qkov.circuits.errors import QkovError
+    from qkov.analyses.trajectories import track
+    from qkov.circuits import QkovError
     if __name__ == "__main__":
         try:
             track(sys.argv[1], sys.argv[2], engine="loky", workers=2)

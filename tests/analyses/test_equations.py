@@ -4,9 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from qkov.analyses.dynamics.equations import integrate, preconditioner, rates
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.circuits.errors import CallError
+from qkov.analyses.dynamics import Parameterization, Setting, Start, integrate, rates
+from qkov.analyses.dynamics.equations import preconditioner
+from qkov.circuits import CallError
 from scipy.integrate import solve_ivp
 
 SMALL = [

@@ -6,16 +6,22 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.attention import explanation_files
-from qkov.analyses.attention.answers import answers
-from qkov.analyses.attention.explanation import Explanation, explain
-from qkov.analyses.attention.explanation_files import is_explanation, read_explanation, write_explanation
-from qkov.analyses.attention.explanation_settings import QUICK_METHODS, ExplanationSettings
-from qkov.analyses.attention.model import Batch
-from qkov.analyses.attention.paper_readout import PaperReading
-from qkov.analyses.attention.perturbation import PAPER
-from qkov.analyses.tasks.example import Example, Task
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.attention import (
+    PAPER,
+    Batch,
+    Explanation,
+    ExplanationSettings,
+    explain,
+    read_explanation,
+    write_explanation,
+)
+from qkov.analyses.attention.explanation import files as explanation_files
+from qkov.analyses.attention.explanation.files import is_explanation
+from qkov.analyses.attention.explanation.settings import QUICK_METHODS
+from qkov.analyses.attention.measures.paper_readout import PaperReading
+from qkov.analyses.attention.models.alternatives import answers
+from qkov.analyses.tasks import Example, Task
+from qkov.circuits import CallError, QkovError
 
 from .task_texts import label
 from .tiny_models import CAUSAL

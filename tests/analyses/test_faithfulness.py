@@ -6,16 +6,16 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from qkov.analyses.attention.faithfulness import RANDOM, faithfulness
-from qkov.analyses.attention.intervals import Bootstrap
-from qkov.analyses.attention.perturbation import ERASER_CUTS, Perturbation
-from qkov.analyses.attention.transformers_models import (
+from qkov.analyses.attention import Bootstrap, Perturbation, faithfulness
+from qkov.analyses.attention.models.transformers import (
     TransformersCausalLM,
     TransformersClassifier,
     TransformersMaskedLM,
 )
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.attention.rationales.faithfulness import RANDOM
+from qkov.analyses.attention.rationales.perturbation import ERASER_CUTS
+from qkov.analyses.tasks import Example
+from qkov.circuits import CallError, QkovError
 
 from .bag_of_words import BagOfWords
 

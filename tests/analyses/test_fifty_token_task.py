@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.analyses.dynamics.fifty_token_task import FiftyTokenTask
-from qkov.circuits.errors import CallError
+from qkov.circuits import CallError
 from scipy import stats
 
 SIZE = 4000

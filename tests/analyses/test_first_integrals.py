@@ -2,18 +2,9 @@ import jaxtyping
 import mpmath
 import numpy as np
 import pytest
-from qkov.analyses.dynamics.equations import integrate
-from qkov.analyses.dynamics.first_integrals import (
-    attention_change,
-    attention_slope,
-    first_integral_residual,
-    fit_ratio,
-    g,
-    h,
-    output_change,
-)
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.circuits.errors import CallError
+from qkov.analyses.dynamics import Parameterization, Setting, Start, first_integral_residual, fit_ratio, integrate
+from qkov.analyses.dynamics.first_integrals import attention_change, attention_slope, g, h, output_change
+from qkov.circuits import CallError
 
 PAPER = Setting(20, 50, 5, 50, "token")
 OTHER = Setting(4, 10, 10, 10, "class")

@@ -10,7 +10,7 @@ from qkov.analyses.dynamics.fixed_attention import (
     output_losses,
     train_fixed_attention,
 )
-from qkov.circuits.errors import CallError
+from qkov.circuits import CallError
 
 ALPHAS = (0.2, 0.7, 1.0)
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.gradient_rollout import gradient_rollout, weighted_maps
-from qkov.analyses.attention.model import Batch
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.attention import Batch, gradient_rollout
+from qkov.analyses.attention.measures.gradient_rollout import weighted_maps
+from qkov.circuits import CallError, QkovError
 
 from .toy_attention import PAD, ToyAttention, batch_of
 

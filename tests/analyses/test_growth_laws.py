@@ -1,10 +1,9 @@
 import mpmath
 import numpy as np
 import pytest
-from qkov.analyses.dynamics.equations import integrate
+from qkov.analyses.dynamics import Parameterization, Setting, Start, fit_growth, integrate
 from qkov.analyses.dynamics.growth_laws import (
     background_attention_after_saturation,
-    fit_growth,
     log_time_coefficient,
     mu_ov_at_fixed_attention,
     mu_qk_after_saturation,
@@ -13,8 +12,7 @@ from qkov.analyses.dynamics.growth_laws import (
     straight_line_slope,
 )
 from qkov.analyses.dynamics.matched_loss import mu_qk_along
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.circuits.errors import CallError
+from qkov.circuits import CallError
 
 PAPER = Setting(20, 50, 5, 50, "token")
 OTHER = Setting(4, 10, 10, 10, "class")

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from qkov.analyses.attention.intervals import EXACT, NO_SPREAD, TOO_FEW, Bootstrap, mean_intervals
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import Bootstrap
+from qkov.analyses.attention.intervals import EXACT, NO_SPREAD, TOO_FEW, mean_intervals
+from qkov.circuits import CallError
 from scipy.stats import beta, bootstrap
 
 

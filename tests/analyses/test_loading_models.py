@@ -5,18 +5,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.analyses.attention.loading import load_model
-from qkov.analyses.attention.single_layer_models import SingleLayerModel
-from qkov.analyses.attention.transformers_models import (
+from qkov.analyses.attention import SingleLayerModel, load_model
+from qkov.analyses.attention.models.transformers import (
     TransformersCausalLM,
     TransformersClassifier,
     TransformersMaskedLM,
 )
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.setting import Parameterization, Setting
-from qkov.circuits import CallError, QkovError
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.saved_format import save_checkpoint
+from qkov.analyses.dynamics import Parameterization, Setting, SingleLayerAttention
+from qkov.circuits import AttentionWeights, CallError, QkovError
+from qkov.circuits.reading.saved_format import save_checkpoint
 from tokenizers import Tokenizer, models
 
 from .tiny_models import CAUSAL, CLASSIFIERS, MASK, MASKED, VOCABULARY, small

@@ -5,10 +5,9 @@ from typing import Any
 import mpmath
 import numpy as np
 import pytest
-from qkov.analyses.dynamics.equations import integrate
-from qkov.analyses.dynamics.matched_loss import at_loss, mu_qk_along, time_to_loss
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.circuits.errors import CallError
+from qkov.analyses.dynamics import Parameterization, Setting, Start, at_loss, integrate, time_to_loss
+from qkov.analyses.dynamics.matched_loss import mu_qk_along
+from qkov.circuits import CallError
 
 ROWS = json.loads((Path(__file__).parent / "data" / "matched_loss.json").read_text(encoding="utf-8"))["rows"]
 PAPER = Setting(20, 50, 5, 50, "token")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from qkov.analyses.attention.measures import MEASURES
+from qkov.analyses.attention import MEASURES
 
 from .toy_attention import ToyAttention, batch_of
 

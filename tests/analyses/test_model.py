@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from qkov.analyses.dynamics.model import SingleLayerAttention
+from qkov.analyses.dynamics import Parameterization, Setting, SingleLayerAttention
 from qkov.analyses.dynamics.populations import sample_population
-from qkov.analyses.dynamics.setting import Parameterization, Setting
 
 SETTING = Setting(M=3, b=4, m=2, n=4, query="class")
 

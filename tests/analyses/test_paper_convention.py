@@ -2,9 +2,8 @@
 
 import numpy as np
 import torch
-from qkov.analyses.attention.faithfulness import faithfulness
-from qkov.analyses.attention.perturbation import ERASER, PAPER, Perturbation
-from qkov.analyses.tasks.example import Example
+from qkov.analyses.attention import ERASER, PAPER, Perturbation, faithfulness
+from qkov.analyses.tasks import Example
 
 from .bag_of_words import BagOfWords
 

@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.model import Batch
-from qkov.analyses.attention.paper_readout import AGREEMENT_READING, HATEXPLAIN_READING, PaperReading
-from qkov.analyses.attention.readout_rows import last_layer, readout_rows
-from qkov.analyses.attention.relevance import Relevance
-from qkov.analyses.attention.relevant_tokens import Counting
-from qkov.analyses.attention.rollout import rollout
-from qkov.analyses.attention.rollout_settings import Rollout
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import Batch, Counting, Relevance, Rollout, last_layer, readout_rows, rollout
+from qkov.analyses.attention.measures.paper_readout import AGREEMENT_READING, HATEXPLAIN_READING, PaperReading
+from qkov.analyses.tasks import Example
+from qkov.circuits import CallError
 
 from .toy_attention import PAD, ToyAttention, kept_maps
 

@@ -1,15 +1,9 @@
 import pytest
 import torch
-from qkov.analyses.attention.perturbation import (
-    ERASER,
-    ERASER_CUTS,
-    Perturbation,
-    keeping,
-    kept_places,
-    merged,
-)
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import ERASER, Perturbation
+from qkov.analyses.attention.rationales.perturbation import ERASER_CUTS, keeping, kept_places, merged
+from qkov.analyses.tasks import Example
+from qkov.circuits import CallError
 
 from .bag_of_words import BagOfWords
 from .toy_attention import ToyAttention

@@ -6,9 +6,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.intervals import Bootstrap
-from qkov.analyses.attention.plausibility import PLAUSIBILITY_READINGS, Rationales, plausibility
-from qkov.analyses.attention.rationale_agreement import (
+from qkov.analyses.attention import Bootstrap, Rationales, plausibility
+from qkov.analyses.attention.rationales.plausibility import PLAUSIBILITY_READINGS
+from qkov.analyses.attention.rationales.rationale_agreement import (
     average_precision,
     random_average_precision,
     span_agreement,
@@ -16,8 +16,8 @@ from qkov.analyses.attention.rationale_agreement import (
     token_f1,
     trapezoid_area,
 )
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.tasks import Example
+from qkov.circuits import CallError, QkovError
 from sklearn.metrics import auc, average_precision_score, f1_score, precision_recall_curve
 
 QUICK = Bootstrap(resamples=300)

@@ -3,11 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.dynamics.equations import rates
-from qkov.analyses.dynamics.model import SingleLayerAttention, relevant_attention
-from qkov.analyses.dynamics.populations import directions, exact_population, sample_population
-from qkov.analyses.dynamics.setting import Parameterization, Setting
-from qkov.circuits.errors import CallError
+from qkov.analyses.dynamics import (
+    Parameterization,
+    Setting,
+    SingleLayerAttention,
+    directions,
+    exact_population,
+    rates,
+    relevant_attention,
+)
+from qkov.analyses.dynamics.populations import sample_population
+from qkov.circuits import CallError
 
 SETTINGS = [
     Setting(M=2, b=3, m=2, n=4, query="token"),

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.analyses.attention.length_buckets import length_buckets
-from qkov.analyses.attention.predictions import each_prediction, predictions
-from qkov.analyses.attention.transformers_models import (
+from qkov.analyses.attention import predictions
+from qkov.analyses.attention.models.model import length_buckets
+from qkov.analyses.attention.models.predictions import each_prediction
+from qkov.analyses.attention.models.transformers import (
     TransformersCausalLM,
     TransformersClassifier,
     TransformersMaskedLM,
 )
-from qkov.analyses.tasks.example import Example
+from qkov.analyses.tasks import Example
 from qkov.circuits import CallError
 
 from .bag_of_words import BagOfWords

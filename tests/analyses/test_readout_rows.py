@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.readout_rows import ReadoutRows, last_layer, layer_mean, readout_rows
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.attention import last_layer, layer_mean, readout_rows
+from qkov.analyses.attention.measures.readout_rows import ReadoutRows
+from qkov.circuits import CallError, QkovError
 
 from .toy_attention import ToyAttention, batch_of, kept_maps
 

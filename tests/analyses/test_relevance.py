@@ -6,15 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.attention.alternatives import label_probability
-from qkov.analyses.attention.head_relevance import HeadRelevance
-from qkov.analyses.attention.model import Batch
-from qkov.analyses.attention.readout_rows import readout_rows
-from qkov.analyses.attention.relevance import Relevance, relevance_of
-from qkov.analyses.attention.relevant_tokens import Counting
-from qkov.analyses.attention.rollout import rollout
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.attention import Batch, Counting, HeadRelevance, Relevance, readout_rows, relevance_of, rollout
+from qkov.analyses.attention.models.alternatives import label_probability
+from qkov.analyses.tasks import Example
+from qkov.circuits import CallError, QkovError
 
 from .toy_attention import VOCABULARY, ToyAttention, kept_maps
 

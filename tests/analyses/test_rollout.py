@@ -8,9 +8,8 @@ from math import comb
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.rollout import FusedMaps, rollout
-from qkov.analyses.attention.rollout_settings import Rollout
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.attention import FusedMaps, Rollout, rollout
+from qkov.circuits import CallError, QkovError
 
 from .toy_attention import ToyAttention, batch_of, kept_maps
 

@@ -3,16 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.populations import directions, exact_population
+from qkov.analyses.dynamics import (
+    Parameterization,
+    RelativeStep,
+    Setting,
+    SingleLayerAttention,
+    Start,
+    aligned_start,
+    directions,
+    exact_population,
+    train,
+)
 from qkov.analyses.dynamics.saved_runs import log_spaced_steps, save_runs, step_agreement
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.analyses.dynamics.starts import aligned_start
-from qkov.analyses.dynamics.step_sizes import RelativeStep
-from qkov.analyses.dynamics.training import train
-from qkov.circuits.checkpoints import find_checkpoints
-from qkov.circuits.factored import Circuit
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import Circuit, find_checkpoints, open_checkpoint
 
 SETTING = Setting(M=3, b=2, m=1, n=2)
 

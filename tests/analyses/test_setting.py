@@ -2,8 +2,9 @@ import jaxtyping
 import mpmath
 import numpy as np
 import pytest
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start, check_loss, check_ratio
-from qkov.circuits.errors import CallError
+from qkov.analyses.dynamics import Parameterization, Setting, Start
+from qkov.analyses.dynamics.setting import check_loss, check_ratio
+from qkov.circuits import CallError
 
 PAPER = Setting(M=20, b=50, m=5, n=50)
 

@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.model import Batch
-from qkov.analyses.attention.predictions import predictions
-from qkov.analyses.attention.rollout import rollout
-from qkov.analyses.attention.single_layer_models import SingleLayerModel
+from qkov.analyses.attention import Batch, SingleLayerModel, predictions, rollout
+from qkov.analyses.dynamics import Parameterization, Sequences, Setting, SingleLayerAttention, exact_population
 from qkov.analyses.dynamics.fifty_token_task import FiftyTokenTask
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.populations import exact_population
-from qkov.analyses.dynamics.sequences import Sequences
-from qkov.analyses.dynamics.setting import Parameterization, Setting
-from qkov.analyses.tasks.example import Example
-from qkov.circuits import CallError, QkovError
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.saved_format import save_checkpoint
+from qkov.analyses.tasks import Example
+from qkov.circuits import AttentionWeights, CallError, QkovError
+from qkov.circuits.reading.saved_format import save_checkpoint
 
 TASK = FiftyTokenTask(context_length=20)
 SCALE = 50**-0.5

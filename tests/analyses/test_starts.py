@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.populations import directions
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.analyses.dynamics.starts import aligned_start, balanced_factors, identity_start, random_start
-from qkov.circuits.errors import CallError
+from qkov.analyses.dynamics import Parameterization, Setting, SingleLayerAttention, Start, aligned_start, directions
+from qkov.analyses.dynamics.starts import balanced_factors, identity_start, random_start
+from qkov.circuits import CallError
 
 SETTING = Setting(M=4, b=3, m=2, n=4, query="token")
 

@@ -8,14 +8,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.trajectories import keeping
-from qkov.analyses.trajectories.store import RunStore
-from qkov.analyses.trajectories.track import track
-from qkov.circuits.checkpoints import Checkpoint, find_checkpoints
-from qkov.circuits.errors import QkovError
-from qkov.circuits.mapping import parse_mapping
-from qkov.circuits.places import place_of
-from qkov.circuits.remote_places import RemotePlace
+from qkov.analyses.trajectories import RunStore, keeping, track
+from qkov.circuits import Checkpoint, QkovError, find_checkpoints
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.circuits.storage.address import place_of
+from qkov.circuits.storage.remote import RemotePlace
 from safetensors.torch import save_file
 
 from ..circuits.range_server import serving

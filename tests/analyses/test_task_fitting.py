@@ -1,9 +1,9 @@
 """Tasks made ready for models: whose kind they are of, within their context."""
 
 import pytest
-from qkov.analyses.attention.task_fitting import fit_task
-from qkov.analyses.tasks.example import Example, Task, TextExample
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import fit_task
+from qkov.analyses.tasks import Example, Task, TextExample
+from qkov.circuits import CallError
 
 from .tiny_models import CAUSAL, CLASSIFIERS, MASKED
 from .word_tokens import MASK_ID, word_tokeniser

@@ -5,11 +5,18 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from qkov.analyses.tasks.agreement_sentences import Phrase, agreement_sentences
-from qkov.analyses.tasks.agreement_words import CLAUSE_VERBS, PEOPLE, PREPOSITIONS, THINGS, VERBS
-from qkov.analyses.tasks.loading import load_task
-from qkov.analyses.tasks.verb_forms import plural_of, singular_of
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.tasks import load_task
+from qkov.analyses.tasks.agreement.sentences import (
+    CLAUSE_VERBS,
+    PEOPLE,
+    PREPOSITIONS,
+    THINGS,
+    VERBS,
+    Phrase,
+    agreement_sentences,
+)
+from qkov.analyses.tasks.agreement.verb_forms import plural_of, singular_of
+from qkov.circuits import CallError, QkovError
 
 from .task_texts import label, marked, texts
 

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
-from qkov.analyses.tasks.encoding import encode, encode_task
-from qkov.analyses.tasks.example import Example, Task, TextExample
+from qkov.analyses.tasks import Example, Task, TextExample, encode, encode_task
 from qkov.analyses.tasks.words import marked_spans, text_of_words
-from qkov.circuits.errors import CallError
+from qkov.circuits import CallError
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, CanineTokenizer, PreTrainedTokenizerFast
 

@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from qkov.analyses.tasks.encoding import encode_task
-from qkov.analyses.tasks.loading import load_task
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.tasks import encode_task, load_task
+from qkov.circuits import CallError, QkovError
 
 from .task_texts import label, marked, texts
 

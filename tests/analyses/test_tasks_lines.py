@@ -1,9 +1,8 @@
 import json
 
 import pytest
-from qkov.analyses.tasks.example import Example, TextExample
-from qkov.analyses.tasks.loading import load_task
-from qkov.circuits.errors import QkovError
+from qkov.analyses.tasks import Example, TextExample, load_task
+from qkov.circuits import QkovError
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@ import json
 from typing import Any
 
 import pytest
-from qkov.analyses.tasks.encoding import encode_task
-from qkov.analyses.tasks.loading import load_task
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.tasks import encode_task, load_task
+from qkov.circuits import CallError, QkovError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -2,10 +2,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from qkov.analyses.dynamics import Setting
 from qkov.analyses.dynamics.fifty_token_task import FiftyTokenTask
-from qkov.analyses.dynamics.setting import Setting
-from qkov.analyses.tasks.loading import TASKS, load_task
-from qkov.circuits.errors import CallError
+from qkov.analyses.tasks import TASKS, load_task
+from qkov.circuits import CallError
 from scipy import stats
 
 from .task_texts import label

@@ -1,8 +1,9 @@
 """Tokens as people read them, and tokenisers that are not there."""
 
 import pytest
-from qkov.analyses.attention.tokenisers import load_tokeniser, written
-from qkov.circuits.errors import QkovError
+from qkov.analyses.attention import load_tokeniser
+from qkov.analyses.attention.models.tokenisers import written
+from qkov.circuits import QkovError
 
 from .word_tokens import word_tokeniser
 

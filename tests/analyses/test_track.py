@@ -14,15 +14,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from qkov.analyses.trajectories import RunStore, TaskDirections, track
 from qkov.analyses.trajectories.motion import effective_ratio, motion
-from qkov.analyses.trajectories.store import RunStore
-from qkov.analyses.trajectories.track import TaskDirections, track
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.factored import Circuit
-from qkov.circuits.mapping import parse_mapping
-from qkov.circuits.reading import ReadingOptions
-from qkov.circuits.saved_format import save_checkpoint
+from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.circuits.reading.options import ReadingOptions
+from qkov.circuits.reading.saved_format import save_checkpoint
 from safetensors.torch import save_file
 
 STEPS = (0, 10, 200, 1000)
@@ -264,7 +261,7 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
 SLOW_TRACK = textwrap.dedent(
     """
     import sys, time
-    from qkov.analyses.trajectories.track import track
+    from qkov.analyses.trajectories import track
     track(sys.argv[1], sys.argv[2], progress=lambda *_: time.sleep(float(sys.argv[3])))
     """
 )

@@ -5,15 +5,24 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.dynamics.equations import integrate
-from qkov.analyses.dynamics.matched_loss import at_loss
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.populations import directions, exact_population, sample_population
-from qkov.analyses.dynamics.setting import Parameterization, Setting, Start
-from qkov.analyses.dynamics.starts import aligned_start, random_start
-from qkov.analyses.dynamics.step_sizes import ConstantRate, RelativeStep
-from qkov.analyses.dynamics.training import State, train
-from qkov.circuits.errors import CallError, QkovError
+from qkov.analyses.dynamics import (
+    ConstantRate,
+    Parameterization,
+    RelativeStep,
+    Setting,
+    SingleLayerAttention,
+    Start,
+    State,
+    aligned_start,
+    at_loss,
+    directions,
+    exact_population,
+    integrate,
+    train,
+)
+from qkov.analyses.dynamics.populations import sample_population
+from qkov.analyses.dynamics.starts import random_start
+from qkov.circuits import CallError, QkovError
 
 SETTING = Setting(M=3, b=3, m=1, n=4, query="token")
 CLASS_QUERY = Setting(M=3, b=3, m=1, n=4, query="class")

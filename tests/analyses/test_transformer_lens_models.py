@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.analyses.attention.predictions import predictions
-from qkov.analyses.attention.transformer_lens_models import HookedModel
-from qkov.analyses.attention.transformers_models import TransformersCausalLM
-from qkov.analyses.tasks.example import Example
+from qkov.analyses.attention import predictions
+from qkov.analyses.attention.models.transformer_lens import HookedModel
+from qkov.analyses.attention.models.transformers import TransformersCausalLM
+from qkov.analyses.tasks import Example
 from qkov.circuits import CallError
 from tokenizers import Tokenizer, models
 from transformer_lens.config import TransformerBridgeConfig

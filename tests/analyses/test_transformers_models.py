@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.analyses.attention.model import Batch
-from qkov.analyses.attention.transformers_models import (
+from qkov.analyses.attention import Batch
+from qkov.analyses.attention.models.transformers import (
     TransformersCausalLM,
     TransformersClassifier,
     TransformersMaskedLM,
 )
-from qkov.analyses.tasks.example import Example
+from qkov.analyses.tasks import Example
 from qkov.circuits import CallError, QkovError, open_model
 
 from .tiny_models import CAUSAL, MASK, MASKED, TINY, VOCABULARY, gpt2, modern_bert, small

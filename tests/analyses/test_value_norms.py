@@ -5,11 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.attention.rollout_settings import Rollout
-from qkov.analyses.attention.value_norms import TokenValues, ValueNorms, value_norms
-from qkov.circuits import open_model
-from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
-from qkov.circuits.errors import CallError
+from qkov.analyses.attention import Rollout, value_norms
+from qkov.analyses.attention.measures.value_norms import TokenValues, ValueNorms
+from qkov.circuits import AttentionFacts, AttentionWeights, CallError, open_model
 
 from .toy_attention import ToyAttention, batch_of, kept_maps
 

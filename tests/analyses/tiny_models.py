@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from qkov.analyses.attention.transformers_models import (
+from qkov.analyses.attention.models.transformers import (
     TransformersCausalLM,
     TransformersClassifier,
     TransformersMaskedLM,

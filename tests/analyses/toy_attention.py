@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from qkov.analyses.attention.model import AttentionModel, Batch
-from qkov.analyses.tasks.example import Example
-from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
+from qkov.analyses.attention import AttentionModel, Batch
+from qkov.analyses.tasks import Example
+from qkov.circuits import AttentionFacts, AttentionWeights
 
 VOCABULARY, PAD = 11, 0
 

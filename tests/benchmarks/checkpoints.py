@@ -119,7 +119,7 @@ def of_floor(folder: Path) -> None:
 def of_sweep(run: Path, workers: int) -> None:
     """A run of several checkpoints tracked into a new store; one worker is a process of its own here too."""
     import torch
-    from qkov.analyses.trajectories.track import track
+    from qkov.analyses.trajectories import track
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as store:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from qkov.probes.circuit_probe import CircuitProbe
+from qkov.probes import CircuitProbe
 
 EVERY = 100
 BATCH, LENGTH, WORDS = 32, 64, 1000

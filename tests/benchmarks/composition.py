@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 import torch
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.composition import composition_scores
+from qkov.circuits import AttentionWeights, composition_scores
 from transformer_lens.model_bridge.sources import native
 
 GPT2_SMALL: dict[str, Any] = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_head": 64}

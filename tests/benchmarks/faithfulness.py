@@ -13,11 +13,11 @@ import time
 import numpy as np
 import torch
 import transformers
-from qkov.analyses.attention.faithfulness import faithfulness
-from qkov.analyses.attention.perturbation import ERASER_CUTS
-from qkov.analyses.attention.transformers_models import TransformersCausalLM
-from qkov.analyses.tasks.agreement_sentences import agreement_sentences
-from qkov.analyses.tasks.example import Example, TextExample
+from qkov.analyses.attention import faithfulness
+from qkov.analyses.attention.models.transformers import TransformersCausalLM
+from qkov.analyses.attention.rationales.perturbation import ERASER_CUTS
+from qkov.analyses.tasks import Example, TextExample
+from qkov.analyses.tasks.agreement.sentences import agreement_sentences
 
 
 def sentences(count: int) -> list[Example]:

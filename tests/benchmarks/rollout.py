@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from qkov.analyses.attention.rollout import FusedMaps
+from qkov.analyses.attention import FusedMaps
 
 TOKENS, LAYERS, HEADS = 1024, 12, 12
 MAP_BYTES = 4 * TOKENS**2

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import AttentionWeights, open_checkpoint
 from torch import Tensor, nn
 
 from .forward_pass import attend

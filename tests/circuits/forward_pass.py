@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.norms import HeadNorm, Norm
-from qkov.circuits.rotary import Rotary
+from qkov.circuits import AttentionWeights, HeadNorm, Norm, Rotary
 from torch import Tensor
 
 

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.circuits.architectures import architectures, unsupported
-from qkov.circuits.config_holes import cases, filled
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.live_weights import LiveWeights
-from qkov.circuits.reading import open_checkpoint
-from qkov.circuits.recognition import recognise
-from qkov.circuits.stated_facts import FACTS, StatedFacts
+from qkov.circuits import CallError, QkovError, open_checkpoint
+from qkov.circuits.architectures.config_holes import cases, filled
+from qkov.circuits.architectures.families import architectures, unsupported
+from qkov.circuits.architectures.recognition import recognise
+from qkov.circuits.architectures.stated_facts import FACTS, StatedFacts
+from qkov.circuits.live.tensors import LiveWeights
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 

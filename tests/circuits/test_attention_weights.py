@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.circuits import CallError, Preconditioner, agreement, exact_step, imbalance
-from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
-from qkov.circuits.norms import Norm
-from qkov.circuits.rotary import Rotary
+from qkov.circuits import (
+    AttentionFacts,
+    AttentionWeights,
+    CallError,
+    Norm,
+    Preconditioner,
+    Rotary,
+    agreement,
+    exact_step,
+    imbalance,
+)
 
 from .forward_pass import attend
 

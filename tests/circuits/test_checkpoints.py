@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from qkov.circuits.checkpoints import find_checkpoints, find_run
-from qkov.circuits.errors import CallError, QkovError
+from qkov.circuits import CallError, QkovError, find_checkpoints
+from qkov.circuits.checkpoints.runs import find_run
 from safetensors.torch import save_file
 
 

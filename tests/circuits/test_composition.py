@@ -6,11 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
-from qkov.circuits.composition import composition_scores
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.norms import Norm
-from qkov.circuits.rotary import Rotary
+from qkov.circuits import AttentionFacts, AttentionWeights, CallError, Norm, QkovError, Rotary, composition_scores
 
 
 def drawn_layers(layers=3, heads=4, key_value_heads=4, d_model=12, d_head=3, seed=0, **more) -> list[AttentionWeights]:

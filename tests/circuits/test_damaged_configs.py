@@ -5,8 +5,7 @@ import re
 
 import pytest
 import transformers
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import CallError, QkovError, open_checkpoint
 
 from .decoders import BY_NAME
 from .family_proof import build, small

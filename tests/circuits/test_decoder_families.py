@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import open_checkpoint
 
 from .decoders import BY_NAME, FAMILIES
 from .family_proof import assert_same, build, prove, read, run

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.circuits.attention_weights import BIASES, NAMES
-from qkov.circuits.errors import QkovError
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import QkovError, open_checkpoint
+from qkov.circuits.weights.attention_weights import BIASES, NAMES
 
 from .encoder_decoders import FAMILIES as ENCODER_DECODERS
 from .encoders import CROSS_BERT, stream

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import CallError, Circuit
-from qkov.circuits.factor_gradients import (
+from qkov.circuits.algebra.step_figures import (
     LARGEST_DISAGREEMENT,
     OMEGA_FIGURES,
     STEP_FIGURES,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import AttentionWeights, Circuit, Norm
-from qkov.circuits.folded_circuit import FoldedCircuit
-from qkov.circuits.gram_matrices import Folded, _of_thread, gram
-from qkov.circuits.products import SCRATCH_ELEMENTS
+from qkov.circuits.algebra.circuit import FoldedCircuit
+from qkov.circuits.algebra.gram import Folded, _of_thread, gram
+from qkov.circuits.algebra.products import SCRATCH_ELEMENTS
 
 LAYOUTS = {
     "rows together": lambda W: W.contiguous(),

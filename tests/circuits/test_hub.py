@@ -8,9 +8,8 @@ import sys
 
 import pytest
 import torch
-from qkov.circuits.checkpoints import find_checkpoints
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.tensor_files import open_weights
+from qkov.circuits import CallError, QkovError, find_checkpoints
+from qkov.circuits.checkpoints.opening import open_weights
 from safetensors.torch import save_file
 
 from .range_server import Traffic, serving
@@ -21,9 +20,9 @@ REVISIONS = ("main", "step1000", "step0", "step512", "v1.0")
 #: Prints for each call what it gives, or the kind of the error and its message.
 SCRIPT = """
 import json, sys
-from qkov.circuits.checkpoints import find_checkpoints, find_run
-from qkov.circuits.errors import QkovError
-from qkov.circuits.tensor_files import open_weights
+from qkov.circuits import QkovError, find_checkpoints
+from qkov.circuits.checkpoints.runs import find_run
+from qkov.circuits.checkpoints.opening import open_weights
 for call in sys.argv[1:]:
     try:
         print(json.dumps(eval(call)))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from qkov.circuits.errors import QkovError
-from qkov.circuits.kept_places import KeptPlace
-from qkov.circuits.places import place_of
-from qkov.circuits.remote_places import RemotePlace
-from qkov.circuits.tensor_files import open_weights
+from qkov.circuits import QkovError
+from qkov.circuits.checkpoints.opening import open_weights
+from qkov.circuits.storage.address import place_of
+from qkov.circuits.storage.kept import KeptPlace
+from qkov.circuits.storage.remote import RemotePlace
 from safetensors.torch import save_file
 
 from .range_server import serving
@@ -213,10 +213,10 @@ STUCK = textwrap.dedent(
     """
     import sys, time
     from pathlib import Path
-    from qkov.circuits.kept_places import KeptPlace
-    from qkov.circuits.places import place_of
-    from qkov.circuits.remote_places import RemotePlace
-    from qkov.circuits.tensor_files import open_weights
+    from qkov.circuits.storage.kept import KeptPlace
+    from qkov.circuits.storage.address import place_of
+    from qkov.circuits.storage.remote import RemotePlace
+    from qkov.circuits.checkpoints.opening import open_weights
 
     def never(place, ranges):
         print("begun", flush=True)

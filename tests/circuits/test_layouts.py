@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from qkov.circuits.errors import QkovError
-from qkov.circuits.layouts import HeadCounts, arrange, arrange_bias, count_heads
-from qkov.circuits.mapping import parse_mapping
+from qkov.circuits import QkovError
+from qkov.circuits.architectures.layouts import HeadCounts, arrange, arrange_bias, count_heads
+from qkov.circuits.architectures.mapping import parse_mapping
 from torch import nn
 
 HEADS, D_MODEL, D_HEAD = 3, 12, 4

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.circuits import CallError, QkovError, open_model
-from qkov.circuits.attention_weights import BIASES
-from qkov.circuits.live_parameters import LiveParameters
-from qkov.circuits.mapping import parse_mapping
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import CallError, QkovError, open_checkpoint, open_model
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.circuits.live.parameters import LiveParameters
+from qkov.circuits.weights.attention_weights import BIASES
 from torch import nn
 
 from .decoders import FAMILIES as DECODERS

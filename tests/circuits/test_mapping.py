@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.mapping import parse_mapping, read_mapping
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import CallError, QkovError, open_checkpoint, read_mapping
+from qkov.circuits.architectures.mapping import parse_mapping
 
 HEADS = 3
 QK = {"Q": "q", "K": "k"}

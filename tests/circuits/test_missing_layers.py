@@ -8,10 +8,8 @@ import pytest
 import torch
 import transformers
 import yaml
-from qkov.circuits.architectures import Architecture, architecture_of, architectures
-from qkov.circuits.inspection import inspect_checkpoint
-from qkov.circuits.live_models import open_model
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import inspect_checkpoint, open_checkpoint, open_model
+from qkov.circuits.architectures.families import Architecture, architecture_of, architectures
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

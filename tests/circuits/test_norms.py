@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.circuits.norms import Norm, is_centred
+from qkov.circuits import Norm
+from qkov.circuits.weights.norms import is_centred
 
 HEADS, D_MODEL, D_HEAD, TOKENS = 3, 16, 5, 7
 #: Sums of 16 products in float64.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import transformers
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import open_checkpoint
 
 from .encoder_decoders import FAMILIES as ENCODER_DECODERS
 from .encoders import FAMILIES as ENCODERS

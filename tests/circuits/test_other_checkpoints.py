@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.mapping import read_mapping
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import CallError, QkovError, open_checkpoint, read_mapping
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

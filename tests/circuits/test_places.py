@@ -9,11 +9,12 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from qkov.circuits.checkpoints import find_checkpoints, find_run
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.places import LocalPlace, place_of
-from qkov.circuits.ranges import merged
-from qkov.circuits.tensor_files import open_weights
+from qkov.circuits import CallError, QkovError, find_checkpoints
+from qkov.circuits.checkpoints.opening import open_weights
+from qkov.circuits.checkpoints.runs import find_run
+from qkov.circuits.storage.address import place_of
+from qkov.circuits.storage.places import LocalPlace
+from qkov.circuits.storage.remote import merged
 from safetensors.torch import save_file
 
 from .range_server import serving
@@ -312,8 +313,8 @@ def test_a_local_path_is_never_taken_for_a_model_on_the_hub(tmp_path, monkeypatc
 def test_nothing_heavy_is_imported_before_a_remote_address_is_met(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     script = (
-        "import sys; from qkov.circuits.checkpoints import find_checkpoints; "
-        "from qkov.circuits.tensor_files import open_weights; "
+        "import sys; from qkov.circuits import find_checkpoints; "
+        "from qkov.circuits.checkpoints.opening import open_weights; "
         f"open_weights(find_checkpoints({str(tmp_path)!r})[0].address).read(['a']); "
         "heavy = {'huggingface_hub', 'aiohttp', 'transformers', 'yaml', 'matplotlib', 'pandas', 's3fs', "
         "'fsspec.implementations.http'}; print(sorted(heavy & set(sys.modules)))"

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from qkov.circuits.errors import QkovError
-from qkov.circuits.mapping import parse_mapping
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import QkovError, open_checkpoint
+from qkov.circuits.architectures.mapping import parse_mapping
 from safetensors.torch import load_file, save_file
 
 from .decoders import BY_NAME

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import Circuit, Preconditioner, agreement, imbalance, measure
-from qkov.circuits.powers_of_two import in_range, times_power_of_two
-from qkov.circuits.preconditioner import largest_rate, mean_rate, self_rate
+from qkov.circuits.algebra.exponents import in_range, times_power_of_two
+from qkov.circuits.algebra.preconditioner import largest_rate, mean_rate, self_rate
 from torch import Tensor
 
 SIZES = {

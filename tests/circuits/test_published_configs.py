@@ -4,7 +4,7 @@ import json
 
 import pytest
 import transformers
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import open_checkpoint
 
 from .family_proof import Family, assert_same, build, run
 

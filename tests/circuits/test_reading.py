@@ -7,13 +7,12 @@ import threading
 
 import pytest
 import torch
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.mapping import parse_mapping
-from qkov.circuits.places import LocalPlace, place_of
-from qkov.circuits.reading import open_checkpoint
-from qkov.circuits.saved_format import save_checkpoint
-from qkov.circuits.tensor_files import open_weights
+from qkov.circuits import AttentionWeights, CallError, QkovError, open_checkpoint
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.circuits.checkpoints.opening import open_weights
+from qkov.circuits.reading.saved_format import save_checkpoint
+from qkov.circuits.storage.address import place_of
+from qkov.circuits.storage.places import LocalPlace
 from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 

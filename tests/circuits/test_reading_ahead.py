@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from qkov.circuits.reading_ahead import read_ahead
+from qkov.circuits.reading.ahead import read_ahead
 
 
 class Readings:

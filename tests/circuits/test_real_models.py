@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 import transformers
-from qkov.circuits.reading import open_checkpoint
-from qkov.circuits.scales import measure
+from qkov.circuits import measure, open_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 

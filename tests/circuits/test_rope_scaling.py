@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 import transformers
-from qkov.circuits.errors import QkovError
-from qkov.circuits.reading import open_checkpoint
-from qkov.circuits.rope_scaling import scaled_rotary
+from qkov.circuits import QkovError, open_checkpoint
+from qkov.circuits.weights.rope_scaling import scaled_rotary
 
 from .decoders import BY_NAME
 from .family_proof import build, small

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from qkov.circuits.attention_weights import AttentionFacts, AttentionWeights
-from qkov.circuits.errors import CallError
-from qkov.circuits.rotary import Rotary
+from qkov.circuits import AttentionFacts, AttentionWeights, CallError, Rotary
 
 from .decoders import BY_NAME, like_llama
 from .family_proof import build, read, run

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from qkov.circuits import symmetric_products
-from qkov.circuits.symmetric_products import PANEL, SMALL_PRODUCT, _pieces, multiply_by_transpose
+from qkov.circuits.algebra import blas as symmetric_products
+from qkov.circuits.algebra.blas import PANEL, SMALL_PRODUCT, _pieces, multiply_by_transpose
 
 SHAPES = [
     (3, 1, 5),

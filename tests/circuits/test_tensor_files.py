@@ -10,10 +10,9 @@ from io import FileIO
 import numpy as np
 import pytest
 import torch
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.places import place_of
-from qkov.circuits.reading import open_checkpoint
-from qkov.circuits.tensor_files import open_weights
+from qkov.circuits import CallError, QkovError, open_checkpoint
+from qkov.circuits.checkpoints.opening import open_weights
+from qkov.circuits.storage.address import place_of
 from safetensors.torch import save_file
 from torch import nn
 

@@ -5,10 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.circuits import measure
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.errors import QkovError
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import AttentionWeights, QkovError, measure, open_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 

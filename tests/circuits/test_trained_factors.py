@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from qkov.circuits import AttentionFacts, AttentionWeights, HeadNorm, Rotary
-from qkov.circuits.trained_factors import trained_circuits, without_product
+from qkov.circuits.weights.trained_factors import trained_circuits, without_product
 
 D_MODEL, D_HEAD, TOKENS = 10, 3, 7
 BIASES = ("b_Q", "b_K", "b_V")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.circuits.factor_gradients import LARGEST_DISAGREEMENT, gradient_disagreement
-from qkov.circuits.live_parameters import LiveParameters
-from qkov.circuits.trained_factors import trained_circuits, without_product
+from qkov.circuits.algebra.step_figures import LARGEST_DISAGREEMENT, gradient_disagreement
+from qkov.circuits.live.parameters import LiveParameters
+from qkov.circuits.weights.trained_factors import trained_circuits, without_product
 from torch import Tensor, nn
 
 from .decoders import FAMILIES as DECODERS

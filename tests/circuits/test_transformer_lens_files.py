@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import CallError, QkovError, open_checkpoint
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformer_lens.config import TransformerBridgeConfig

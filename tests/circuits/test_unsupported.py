@@ -5,8 +5,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from qkov.circuits.errors import QkovError
-from qkov.circuits.reading import open_checkpoint
+from qkov.circuits import QkovError, open_checkpoint
 
 from .family_proof import small
 

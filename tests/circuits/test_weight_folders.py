@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
-from qkov.circuits import open_checkpoint
-from qkov.circuits.errors import CallError, QkovError
-from qkov.circuits.places import LocalPlace
-from qkov.circuits.tensor_files import open_weights
-from qkov.circuits.weight_folders import contents_of, weights_of
+from qkov.circuits import CallError, QkovError, open_checkpoint
+from qkov.circuits.checkpoints.folders import contents_of, weights_of
+from qkov.circuits.checkpoints.opening import open_weights
+from qkov.circuits.storage.places import LocalPlace
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from qkov.circuits import Circuit
-from qkov.circuits.worker_threads import ITEMS_AT_ONCE, _idle, in_threads, side_by_side
+from qkov.circuits.algebra.threads import ITEMS_AT_ONCE, _idle, in_threads, side_by_side
 from threadpoolctl import ThreadpoolController, threadpool_limits
 
 

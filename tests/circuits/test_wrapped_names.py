@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from qkov.circuits.errors import QkovError
-from qkov.circuits.mapping import parse_mapping
-from qkov.circuits.reading import open_checkpoint
-from qkov.circuits.tensor_files import open_weights
-from qkov.circuits.wrapped_names import unwrapped
+from qkov.circuits import QkovError, open_checkpoint
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.circuits.checkpoints.opening import open_weights
+from qkov.circuits.checkpoints.wrapped_names import unwrapped
 from safetensors.torch import save_file
 from torch import nn
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from qkov.circuits.mapping import Mapping, parse_mapping
+from qkov.circuits import Mapping
+from qkov.circuits.architectures.mapping import parse_mapping
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 

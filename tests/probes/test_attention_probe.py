@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from qkov.analyses.attention.rollout_settings import Rollout
+from qkov.analyses.attention import Rollout
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
 from torch.utils.hooks import RemovableHandle

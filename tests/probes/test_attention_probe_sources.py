@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.sequences import Sequences
-from qkov.analyses.dynamics.setting import Parameterization
+from qkov.analyses.dynamics import Parameterization, Sequences, SingleLayerAttention
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
 from torch import nn

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.setting import Parameterization
+from qkov.analyses.dynamics import Parameterization, SingleLayerAttention
 from qkov.circuits import CallError, QkovError
-from qkov.circuits.mapping import parse_mapping
+from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.probes import circuit_parameter_groups
-from qkov.probes.circuit_entries import circuit_entries
+from qkov.probes.rates.entries import circuit_entries
 from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge

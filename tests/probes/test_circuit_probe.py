@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.trajectories.track import TaskDirections
-from qkov.circuits import CallError, Circuit, open_model
-from qkov.circuits.factor_gradients import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
-from qkov.circuits.scales import measure
+from qkov.analyses.trajectories import TaskDirections
+from qkov.circuits import CallError, Circuit, measure, open_model
+from qkov.circuits.algebra.step_figures import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
 from qkov.probes import CircuitProbe, CircuitRates
 
 from .circuit_models import Classifier, cosine, dense_omega, language_loss, language_model, loss_of

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.analyses.trajectories.store import RunStore
-from qkov.circuits.factor_gradients import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
-from qkov.circuits.mapping import parse_mapping
-from qkov.probes.circuit_probe import CircuitProbe
+from qkov.analyses.trajectories import RunStore
+from qkov.circuits.algebra.step_figures import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
+from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.probes import CircuitProbe
 from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge

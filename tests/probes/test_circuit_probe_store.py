@@ -15,13 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from qkov.analyses.trajectories.store import RunStore
-from qkov.analyses.trajectories.track import track
-from qkov.circuits import CallError, QkovError
-from qkov.circuits.live_models import open_model
-from qkov.circuits.saved_format import save_checkpoint
-from qkov.probes.circuit_probe import CircuitProbe
-from qkov.reports.command_line import run as qkov
+from qkov.analyses.trajectories import RunStore, track
+from qkov.circuits import CallError, QkovError, open_model
+from qkov.circuits.reading.saved_format import save_checkpoint
+from qkov.probes import CircuitProbe
+from qkov.reports.commands.main import run as qkov
 from safetensors.torch import save
 
 from .circuit_models import Classifier, language_loss, language_model, loss_of
@@ -111,7 +109,7 @@ KILLED = """
 import sys
 import torch
 from tests.probes.circuit_models import Classifier, loss_of
-from qkov.probes.circuit_probe import CircuitProbe
+from qkov.probes import CircuitProbe
 
 torch.set_num_threads(1)
 model = Classifier()
@@ -176,7 +174,7 @@ def test_a_store_is_one_run_s(tmp_path):
 
 
 def directions() -> Any:
-    from qkov.analyses.trajectories.track import TaskDirections
+    from qkov.analyses.trajectories import TaskDirections
     from qkov.circuits import Circuit
 
     return TaskDirections("of a task", {name: Circuit(torch.eye(8, dtype=torch.float64)) for name in ("QK", "OV")})

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from qkov.analyses.dynamics.model import SingleLayerAttention
-from qkov.analyses.dynamics.setting import Parameterization
+from qkov.analyses.dynamics import Parameterization, SingleLayerAttention
 from qkov.circuits import CallError, QkovError
 from qkov.probes import CircuitRates, circuit_parameter_groups
 from torch import nn

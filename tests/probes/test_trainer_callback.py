@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from qkov.circuits import CallError
-from qkov.circuits.factor_gradients import STEP_FIGURES
-from qkov.probes.trainer_callback import CircuitProbeCallback
+from qkov.circuits.algebra.step_figures import STEP_FIGURES
+from qkov.probes import CircuitProbeCallback
 
 from .circuit_models import language_model
 

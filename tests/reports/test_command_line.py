@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.trajectories.store import RunStore
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.saved_format import save_checkpoint
-from qkov.reports.command_line import run
+from qkov.analyses.trajectories import RunStore
+from qkov.circuits import AttentionWeights
+from qkov.circuits.reading.saved_format import save_checkpoint
+from qkov.reports.commands.main import run
 
 #: Mappings of checkpoints that others made.
 MAPPINGS = Path(__file__).parents[1] / "data"

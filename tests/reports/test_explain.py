@@ -8,16 +8,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.attention import explanation as explanation_module
-from qkov.analyses.attention.explanation_files import read_explanation
-from qkov.analyses.dynamics.populations import exact_population
-from qkov.analyses.dynamics.setting import Setting
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.saved_format import save_checkpoint
-from qkov.reports.command_line import run
-from qkov.reports.explain_settings import TypedSettings, task_options
-from qkov.reports.heat_maps import STRONGEST
-from qkov.reports.panels import COLOURS
+from qkov.analyses.attention import read_explanation
+from qkov.analyses.attention.explanation import explanation as explanation_module
+from qkov.analyses.dynamics import Setting, exact_population
+from qkov.circuits import AttentionWeights
+from qkov.circuits.reading.saved_format import save_checkpoint
+from qkov.reports.commands.explain import TypedSettings, task_options
+from qkov.reports.commands.main import run
+from qkov.reports.drawing.heat_maps import STRONGEST
+from qkov.reports.drawing.panels import COLOURS
 
 from ..analyses.tiny_models import CAUSAL, CLASSIFIERS, MASKED
 from ..analyses.word_tokens import word_tokeniser

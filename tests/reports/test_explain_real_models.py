@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from qkov.analyses.attention.explanation_files import read_explanation
-from qkov.analyses.tasks.agreement_sentences import agreement_sentences
-from qkov.analyses.tasks.example import TextExample
-from qkov.reports.command_line import run
+from qkov.analyses.attention import read_explanation
+from qkov.analyses.tasks import TextExample
+from qkov.analyses.tasks.agreement.sentences import agreement_sentences
+from qkov.reports.commands.main import run
 
 
 def sentences(limit: int, seed: int) -> list[TextExample]:

@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from qkov.reports.marked_text import Piece, marked_text, most_attended
+from qkov.reports.pages.marked_text import Piece, marked_text, most_attended
 
 
 def tokens_of(*rows):

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from markupsafe import Markup
-from qkov.reports.page import cosine, listed, mark_changes, number, percent, subscripts
-from qkov.reports.panels import Panel, Series, around_a_constant, draw, swatch
+from qkov.reports.drawing.panels import Panel, Series, around_a_constant, draw, swatch
+from qkov.reports.pages.page import cosine, listed, mark_changes, number, percent, subscripts
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from qkov.analyses.dynamics.setting import Parameterization, Start
-from qkov.analyses.dynamics.training import train
+from qkov.analyses.dynamics import Parameterization, Start, train
 from qkov.analyses.studies import reproduction as reproduction_module
 from qkov.analyses.studies.comparison import trajectories
 from qkov.analyses.studies.reproduction import Plan, Reproduction, open_reproduction, reproduce
 from qkov.analyses.studies.tables import all_tables
-from qkov.circuits.errors import CallError, QkovError
-from qkov.reports.command_line import run
-from qkov.reports.reproduction_report import reproduction_summary
+from qkov.circuits import CallError, QkovError
+from qkov.reports.commands.main import run
+from qkov.reports.pages.reproduction_report import reproduction_summary
 from safetensors import safe_open
 
 from .test_page import references

@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.trajectories.track import track
-from qkov.circuits.attention_weights import AttentionWeights
-from qkov.circuits.errors import CallError
-from qkov.circuits.saved_format import save_checkpoint
-from qkov.reports import run_report
-from qkov.reports.page import number
-from qkov.reports.panels import Panel
-from qkov.reports.panels import draw as draw_panel
-from qkov.reports.run_report import write_run_report
+from qkov.analyses.trajectories import track
+from qkov.circuits import AttentionWeights, CallError
+from qkov.circuits.reading.saved_format import save_checkpoint
+from qkov.reports.drawing.panels import Panel
+from qkov.reports.drawing.panels import draw as draw_panel
+from qkov.reports.pages import run_report
+from qkov.reports.pages.page import number
+from qkov.reports.pages.run_report import write_run_report
 from safetensors.torch import save_file
 
 

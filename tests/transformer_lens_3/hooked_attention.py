@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.analyses.attention.predictions import predictions
-from qkov.analyses.attention.transformer_lens_models import HookedModel
-from qkov.analyses.attention.transformers_models import TransformersCausalLM
-from qkov.analyses.tasks.example import Example
+from qkov.analyses.attention import predictions
+from qkov.analyses.attention.models.transformer_lens import HookedModel
+from qkov.analyses.attention.models.transformers import TransformersCausalLM
+from qkov.analyses.tasks import Example
 
 from ..circuits.test_transformer_lens import EXAMPLES, build
 from .hooked_transformer import BY_NAME, hooked

@@ -1,0 +1,1 @@
+"""One description of a model on a task: every measure, as tables and files."""

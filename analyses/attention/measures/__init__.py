@@ -1,0 +1,1 @@
+"""Measures of where attention goes: rollout, attention flow, value norms and others."""

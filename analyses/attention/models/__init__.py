@@ -1,0 +1,1 @@
+"""Models whose attention can be observed, and what they predict."""

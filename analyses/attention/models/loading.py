@@ -1,0 +1,150 @@
+"""A model for the measures, from an object, a folder, a file or the hub."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ....circuits.checkpoints.runs import find_checkpoints
+from ....circuits.errors import CallError, QkovError, reason
+from ....circuits.live.hooked_models import has_weight_interface
+from ...dynamics.model import SingleLayerAttention
+from .model import AttentionModel
+from .single_layer import SingleLayerModel
+from .tokenisers import load_tokeniser
+from .transformer_lens import HookedModel
+from .transformers import TransformersCausalLM, TransformersClassifier, TransformersMaskedLM
+
+#: What a model is asked for: classes of a sequence, the next token, or the token behind a mask.
+Kind = Literal["classifier", "causal", "masked"]
+KINDS: tuple[Kind, ...] = ("classifier", "causal", "masked")
+
+_ENDINGS: dict[str, Kind] = {
+    "ForSequenceClassification": "classifier",
+    "ForMaskedLM": "masked",
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+}
+_CLASSES: dict[Kind, str] = {
+    "classifier": "AutoModelForSequenceClassification",
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+}
+
+
+def load_model(
+    source: Any,
+    kind: Kind | None = None,
+    *,
+    mask_token: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> AttentionModel:
+    """Return a model as the measures see it.
+
+    Args:
+        source: a model of transformers or with TransformerLens' hooks; or the address of one: a folder that
+            transformers saved, a GGUF file, a name on the hub; or a checkpoint of `qkov reproduce`, or the folder of
+            one run, whose last checkpoint is taken.
+        kind: of a model of transformers, where its class or its config does not tell.
+        mask_token: id that stands for a removed token, where no tokeniser beside the model tells it.
+        dtype, device: that a model of transformers is loaded with.
+
+    Raises:
+        CallError: the source is none of these, or the model is of a kind that has no single row of attention.
+        QkovError: the model cannot be loaded, or its files lack weights that the kind needs.
+    """
+    if kind is not None and kind not in KINDS:
+        raise CallError(f"kind should be one of {', '.join(KINDS)}, got {kind!r}")
+    if isinstance(source, AttentionModel):
+        return source
+    if isinstance(source, SingleLayerAttention):
+        raise CallError("a SingleLayerAttention needs the vectors of its tokens: SingleLayerModel(model, embedding)")
+    if isinstance(source, (str, Path)):
+        return _from_address(str(source), kind, mask_token, dtype, device)
+    if has_weight_interface(source) and hasattr(source, "hooks"):
+        return HookedModel(source, mask_token=mask_token)
+    if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
+        return _of_kind(source, kind or _kind_of([type(source).__name__], type(source).__name__), None, mask_token)
+    raise CallError(
+        f"expected a model of transformers, one with TransformerLens' hooks, or an address, got {type(source).__name__}"
+    )
+
+
+def _from_address(
+    address: str, kind: Kind | None, mask_token: int | None, dtype: torch.dtype, device: str
+) -> AttentionModel:
+    path = Path(address)
+    if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("step_*.safetensors"))):
+        return SingleLayerModel.open(find_checkpoints(path)[-1].address if path.is_dir() else path)
+    if path.exists() and not path.is_dir() and path.suffix != ".gguf":
+        raise CallError(
+            f"{address} is a file; expected a folder that transformers saved, a .gguf file, a .safetensors file of "
+            f"qkov reproduce, or a name on the hub"
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise CallError(f"{address} has no config.json and no step_*.safetensors; it holds no model that qkov can run")
+    return _from_transformers(address, kind, mask_token, dtype, device)
+
+
+def _from_transformers(
+    address: str, kind: Kind | None, mask_token: int | None, dtype: torch.dtype, device: str
+) -> AttentionModel:
+    import transformers
+
+    is_gguf = address.endswith(".gguf")
+    folder = str(Path(address).parent) if is_gguf else address
+    options = {"gguf_file": Path(address).name} if is_gguf else {}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        if config.is_encoder_decoder:
+            raise CallError(
+                f"{address} has an encoder and a decoder, so that no single row of attention leads from the prediction "
+                f"to the input; give a model with one stack"
+            )
+        chosen = kind or ("causal" if is_gguf else _kind_of(config.architectures or [], address))
+        model, found = getattr(transformers, _CLASSES[chosen]).from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if isinstance(error, QkovError):
+            raise
+        raise QkovError(f"{address} cannot be loaded by transformers: {reason(error)}") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise QkovError(
+            f"{address} lacks {len(missing)} weights of a {chosen} model, which would be random, such as {missing[0]}; "
+            f"train it for the task first, or ask for another kind ({', '.join(KINDS)})"
+        )
+    if mask_token is None and not is_gguf:
+        mask_token = _mask_token(folder)
+    return _of_kind(model.to(device), chosen, address, mask_token)
+
+
+def _of_kind(model: Any, kind: Kind, name: str | None, mask_token: int | None) -> AttentionModel:
+    if kind == "masked":
+        if mask_token is None:
+            raise CallError("a masked language model is read at its mask token; give mask_token, the id of it")
+        return TransformersMaskedLM(model, mask_token=mask_token, name=name)
+    if kind == "classifier":
+        return TransformersClassifier(model, name=name, mask_token=mask_token)
+    return TransformersCausalLM(model, name=name, mask_token=mask_token)
+
+
+def _kind_of(classes: list[str], name: str) -> Kind:
+    for class_name in classes:
+        for ending, kind in _ENDINGS.items():
+            if class_name.endswith(ending):
+                return kind
+    raise CallError(
+        f"{name} does not say that it classifies or predicts tokens (class: {', '.join(classes) or 'not stated'}); "
+        f"say which kind it is: {', '.join(KINDS)}"
+    )
+
+
+def _mask_token(folder: str) -> int | None:
+    """The mask token's id by the tokeniser beside the model, if there is one."""
+    try:
+        return load_tokeniser(folder).mask_token_id
+    except QkovError:
+        return None

@@ -1,0 +1,1 @@
+"""Rationales: attributions, their faithfulness to the model and their agreement with people's."""

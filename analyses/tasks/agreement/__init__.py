@@ -1,0 +1,1 @@
+"""Subject-verb agreement: generated sentences, published minimal pairs and parsed corpora."""

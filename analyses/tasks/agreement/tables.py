@@ -1,0 +1,117 @@
+"""Agreement in sentences of Wikipedia, from the table of Linzen, Dupoux & Goldberg (2016)."""
+
+import csv
+import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ....circuits.errors import CallError, QkovError, reason
+from ....circuits.storage.places import Place
+from ..collecting import Found, LeftOut, collected
+from ..example import Task
+from ..records import data_place, files_in
+from .sentences import Forms, agreement_example, agreement_task
+from .verb_forms import plural_of, singular_of
+
+_COLUMNS = ("orig_sentence", "subj", "verb", "verb_pos", "subj_index", "verb_index", "n_diff_intervening")
+#: Tags of third person singular and plural, and of the infinitive, which has the form of the plural.
+_SINGULAR, _PLURAL, _INFINITIVE = "VBZ", "VBP", "VB"
+
+
+def agreement_table(
+    data: Path | str,
+    split: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    *,
+    verb_in_input: bool = False,
+) -> Task:
+    """Return the sentences up to their verb, with the verb's two forms as continuations.
+
+    The table has the right form only. The wrong one is made by rule, the plural of a singular with the help of the
+    verbs that the table itself tags; verbs of which it is not certain are left out and counted. Relevant is the
+    subject; the group is the number of attractors.
+
+    Args:
+        data: a TSV file with columns orig_sentence, subj, verb, verb_pos (VBZ or VBP), subj_index and verb_index
+            (counted from 1), n_diff_intervening, and maybe pos_sentence; also compressed, as `.tsv.gz`; or a folder.
+        split: the file of the folder, without its ending.
+        limit: keep so many examples; the table is read through, and no more kept in memory.
+        seed: of the draw of those.
+        verb_in_input: end with the right form of the verb, which is then relevant too; what is to be told is its
+            number, singular (0) or plural (1).
+
+    Raises:
+        CallError: there is no such file.
+        QkovError: it lacks a column.
+    """
+    place = data_place(data)
+    if place is None:
+        raise CallError(f"{data} does not exist: expected a TSV file")
+    files = files_in(place, (".tsv", ".tsv.gz"), split)
+    task = agreement_task(verb_in_input)
+    return collected(task, _examples(files, verb_in_input), limit, seed)
+
+
+def _examples(files: list[Place], verb_in_input: bool) -> Iterator[Found]:
+    for file in files:
+        with file.local_copy() as path:
+            verbs = frozenset(_verbs(path, file))
+            for number, row in enumerate(_rows(path, file)):
+                yield _example(row, f"{file.name}:{number}", verbs, verb_in_input)
+
+
+def _verbs(path: Path, file: Place) -> Iterator[str]:
+    """Plural forms and infinitives of the table."""
+    for row in _rows(path, file):
+        if row["verb_pos"] == _PLURAL:
+            yield row["verb"].lower()
+        words, tags = row["orig_sentence"].split(" "), row.get("pos_sentence", "").split(" ")
+        if len(words) == len(tags):
+            yield from (word.lower() for word, tag in zip(words, tags, strict=True) if tag in (_PLURAL, _INFINITIVE))
+
+
+def _example(row: dict[str, str], name: str, verbs: frozenset[str], verb_in_input: bool) -> Found:
+    words = row["orig_sentence"].split(" ")
+    try:
+        subject, verb = int(row["subj_index"]) - 1, int(row["verb_index"]) - 1
+    except ValueError:
+        return LeftOut("whose subject or verb is not where the table says")
+    if (
+        not 0 <= subject < verb < len(words)
+        or words[subject].lower() != row["subj"].lower()
+        or words[verb].lower() != row["verb"].lower()
+    ):
+        return LeftOut("whose subject or verb is not where the table says")
+    right, tag = words[verb], row["verb_pos"]
+    if tag not in (_SINGULAR, _PLURAL):
+        return LeftOut("whose verb is neither singular nor plural")
+    plural = tag == _PLURAL
+    wrong = singular_of(right) if plural else plural_of(right, verbs)
+    if wrong is None:
+        return LeftOut("whose verb's other form is not certain")
+    forms = Forms(wrong, right) if plural else Forms(right, wrong)
+    return agreement_example(words[:verb], forms, plural, subject, verb_in_input, name, row["n_diff_intervening"])
+
+
+def _rows(path: Path, file: Place) -> Iterator[dict[str, str]]:
+    with _opened(path, file) as lines:
+        # Quotes are words of the sentences.
+        table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, restval="")
+        missing = [column for column in _COLUMNS if column not in (table.fieldnames or ())]
+        if missing:
+            raise QkovError(
+                f"{file} has no column {', '.join(missing)}; its first line names {', '.join(table.fieldnames or ())}"
+            )
+        yield from table
+
+
+@contextmanager
+def _opened(path: Path, file: Place) -> Iterator[Iterator[str]]:
+    try:
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", newline="") as lines:
+            yield lines
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise QkovError(f"{file} cannot be read ({reason(error)})") from error

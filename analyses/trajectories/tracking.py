@@ -1,0 +1,229 @@
+"""Circuits over training: every checkpoint of a run measured, into a run store that can be resumed."""
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...circuits.architectures.mapping import Mapping
+from ...circuits.checkpoints.runs import Checkpoint, find_run
+from ...circuits.errors import CallError, QkovError
+from ...circuits.reading.options import ReadingOptions
+from ...circuits.storage.address import place_of
+from ...circuits.storage.places import LocalPlace
+from ..versions import versions
+from .engines import Engine, WorkerLostError, engine_named
+from .keeping import drop_all_but, folder_for_keeping, place_to_read
+from .store import RunStore
+from .sweep import Measurement
+from .view import TaskDirections, View
+
+__all__ = ["TaskDirections", "Tracked", "track"]
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What a call of `track` did."""
+
+    store: RunStore
+    measured: list[int]
+    kept: list[int]
+
+
+def track(
+    run: Path | str,
+    store: Path | str,
+    *,
+    basis: str = "raw",
+    rotary_offset: int = 0,
+    composition: bool = False,
+    engine: str = "loky",
+    workers: int | None = None,
+    address: str | None = None,
+    revisions: str | None = None,
+    mapping: Mapping | None = None,
+    family: str | None = None,
+    heads: int | None = None,
+    prefix: str | None = None,
+    trust_pickle: bool = False,
+    directions: TaskDirections | None = None,
+    progress: Callable[[int, int, int, bool], None] | None = None,
+) -> Tracked:
+    """Measure W_QK and W_OV of every checkpoint of a run, and write the store.
+
+    Every row holds the figures of `measure` for one layer, head and circuit, the change since the checkpoint before
+    (`motion`), and scale and cosine along a reference: the task's directions where given, else the run's last
+    checkpoint as it was when the store was begun. Of heads that share keys and values, Omega's rates, imbalance and
+    agreement are those of the group. Rows of W_QK of rotary models also hold its norm at a series of offsets.
+
+    A step that the store holds already, made from the same files in the same way by the same version, is kept, and so
+    is one whose file the run no longer holds (run.json names it). Each step is written whole, so that a run that is
+    stopped anywhere loses at most the steps it was at; the same call goes on from there. Several may work on one store.
+
+    Args:
+        run: a folder of checkpoints, or one checkpoint: a path, an address that fsspec knows, or a hub id.
+        store: the folder to write; it is made where it is missing.
+        basis: raw, folded or folded_centred.
+        rotary_offset: of W_QK, query position less key position, in layers with rotary positions.
+        composition: measure the composition scores of all pairs of heads as well.
+        engine: what does the work: loky (processes of this machine), dask or ray.
+        workers: how many, of one thread each; where not given, one, or all that the cluster at the address has. One
+            worker of loky is this process itself.
+        address: of a cluster of dask or ray; one is started on this machine where not given.
+        revisions: of a model on the hub, which are the checkpoints, such as `step*`.
+        mapping: which tensors to read, where they are not recognised.
+        family: of the architecture, in place of what would be recognised.
+        heads: number of query heads, where neither config nor shapes tell it.
+        prefix: of the tensor names, where they are there under several.
+        trust_pickle: let the files run code as they load.
+        directions: the reference.
+        progress: called after each step with how many are done, of how many, the step, and whether it was measured now.
+
+    Raises:
+        CallError: the run is not there, the engine, basis or offset cannot be had, or the store is of another run or
+            made with other settings.
+        QkovError: a checkpoint cannot be read, two of them have circuits of different shape, the cluster cannot be
+            reached, or a worker was lost.
+    """
+    view = View.of(basis, rotary_offset)
+    chosen = engine_named(engine, workers, address)
+    options = ReadingOptions(mapping, family, heads, prefix, trust_pickle)
+    found = find_run(run, revisions)
+    checkpoints = found.checkpoints
+    target = RunStore(store)
+    settings = _as_json(
+        {
+            "reading": options.settings(),
+            "revisions": revisions,
+            "directions": None if directions is None else {"name": directions.name, "hash": directions.fingerprint()},
+            "basis": basis,
+            "rotary_offset": rotary_offset,
+        }
+    )
+    source = _source(run)
+    reference_step = _pinned_reference(target, source, settings, checkpoints)
+    gone = sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints})
+    fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
+    with folder_for_keeping(checkpoints) as kept_in:
+        # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
+        first = options.open(place_to_read(checkpoints[0], kept_in))
+        view.demand_possible(first, first.file.address)
+        target.describe(
+            {
+                "source": source,
+                "settings": settings,
+                "reference_step": reference_step,
+                "recognised": first.recognised,
+                "skipped": first.skipped,
+                "left_out": found.left_out,
+                "versions": versions(),
+                "checkpoints": [
+                    {"step": checkpoint.step, "uri": checkpoint.address, "fingerprint": fingerprints[checkpoint.step]}
+                    for checkpoint in checkpoints
+                ],
+                "no_longer_there": gone,
+            }
+        )
+        reference = next((checkpoint for checkpoint in checkpoints if checkpoint.step == reference_step), None)
+        common = {"settings": settings, "qkov": version("qkov")}
+        measurements = []
+        for position, checkpoint in enumerate(checkpoints):
+            before = checkpoints[position - 1] if position else None
+            made_from = common | {"checkpoint": fingerprints[checkpoint.step]}
+            key = made_from | {
+                "previous": None if before is None else [before.step, fingerprints[before.step]],
+                "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
+            }
+            measurements.append(
+                Measurement(
+                    store=target,
+                    source=source,
+                    checkpoint=checkpoint,
+                    before=before,
+                    reference=reference,
+                    directions=directions,
+                    options=options,
+                    view=view,
+                    key=json.dumps(key, sort_keys=True),
+                    composition_key=json.dumps(made_from, sort_keys=True) if composition else None,
+                    kept_in=kept_in,
+                )
+            )
+        return _measure(measurements, target, chosen, progress, kept_in)
+
+
+def _measure(
+    measurements: list[Measurement],
+    store: RunStore,
+    engine: Engine,
+    progress: Callable[[int, int, int, bool], None] | None,
+    kept_in: Path | None,
+) -> Tracked:
+    measured: list[int] = []
+    kept: list[int] = []
+
+    def note(step: int, new: bool) -> None:
+        (measured if new else kept).append(step)
+        if progress is not None:
+            progress(len(measured) + len(kept), len(measurements), step, new)
+
+    missing = {}
+    for measurement in measurements:
+        if measurement.is_done():
+            note(measurement.step, new=False)
+        else:
+            missing[measurement.step] = measurement
+    try:
+        with closing(engine.run(list(missing.values()))) as outcomes:
+            for step, new in outcomes:
+                note(step, new)
+                del missing[step]
+                if kept_in is not None:
+                    drop_all_but(kept_in, set().union(*(measurement.needed for measurement in missing.values())))
+    except WorkerLostError as error:
+        done = sum(measurement.is_done() for measurement in measurements)
+        raise QkovError(
+            f"a worker was killed, or ran out of memory: {done} of {len(measurements)} checkpoints are measured and "
+            f"stay; run the same command again for the rest"
+        ) from error
+    return Tracked(store=store, measured=sorted(measured), kept=sorted(kept))
+
+
+def _source(run: Path | str) -> str:
+    place = place_of(run)
+    return str(place.path.resolve()) if isinstance(place, LocalPlace) else place.address
+
+
+def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as run.json gives them back, to be compared with it."""
+    return json.loads(json.dumps(settings))
+
+
+def _pinned_reference(
+    store: RunStore, source: str, settings: dict[str, Any], checkpoints: list[Checkpoint]
+) -> int | None:
+    """The step that a store compares with is settled when it is begun: more checkpoints do not undo its rows."""
+    last = None if settings["directions"] is not None else checkpoints[-1].step
+    if not store.exists():
+        return last
+    described = store.description()
+    if described.get("live"):
+        raise CallError(
+            f"{store.folder} holds the run of a model in training, which a CircuitProbe writes; give another --out"
+        )
+    for key, value in (("source", source), ("settings", settings)):
+        if described.get(key) != value:
+            raise CallError(
+                f"{store.folder} was made with another {key} ({json.dumps(described.get(key))} instead of "
+                f"{json.dumps(value)}); give another --out, or delete it"
+            )
+    pinned = described.get("reference_step")
+    if pinned is not None and pinned not in {checkpoint.step for checkpoint in checkpoints}:
+        raise CallError(
+            f"{store.folder} compares with step {pinned}, which {source} no longer holds; "
+            f"give another --out, or delete it"
+        )
+    return pinned

@@ -1,0 +1,1 @@
+"""Circuits as products of factors: spectra, norms, the preconditioner Omega and the figures of a step."""

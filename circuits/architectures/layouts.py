@@ -1,0 +1,231 @@
+"""How stored tensors lie: from their axes to TransformerLens' [head, d_model, d_head]."""
+
+import re
+from collections.abc import Mapping as Dictionary
+from dataclasses import dataclass
+
+import einops
+from torch import Tensor
+
+from ..errors import QkovError
+
+#: What each weight is brought to. QKV is one tensor that holds the three, along an axis named qkv.
+TARGETS = {
+    "Q": "head d_model d_head",
+    "K": "head d_model d_head",
+    "V": "head d_model d_head",
+    "O": "head d_head d_model",
+    "QKV": "qkv head d_model d_head",
+    "QK": "head key query",
+    "OV": "head write read",
+}
+
+SCORES_IN = ("Q", "K", "V")
+_COLLAPSED = {role: TARGETS[role] for role in ("QK", "OV")}
+_LINEAR = {**dict.fromkeys(SCORES_IN, "(head d_head) d_model"), "O": "d_model (head d_head)"}
+_CONV1D = {**dict.fromkeys(SCORES_IN, "d_model (head d_head)"), "O": "(head d_head) d_model"}
+
+#: Layouts that have a name. Where qkv stands before head the three lie one after another; where it stands behind, they
+#: alternate: the queries of a group, then its key and its value.
+LAYOUTS: dict[str, dict[str, str]] = {
+    "linear": {**_LINEAR, "QKV": "(qkv head d_head) d_model", **_COLLAPSED},
+    "conv1d": {**_CONV1D, "QKV": "d_model (qkv head d_head)", **_COLLAPSED},
+    "transformer_lens": {role: axes for role, axes in TARGETS.items() if role != "QKV"},
+}
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """Heads of the queries, heads of keys and values, and the inner width of one."""
+
+    query: int
+    key_value: int
+    d_head: int
+
+
+def axes(layout: str) -> list[str]:
+    """Return the names of a layout's axes, in order."""
+    return re.findall(r"\w+", layout)
+
+
+def joins_heads(layout: str) -> bool:
+    """Say whether the layout joins the heads with another axis in one dimension, which does not tell their number."""
+    return any("head" in group and len(group) > 1 for group in _groups(layout))
+
+
+def width_of_model(shape: tuple[int, ...], layout: str) -> int | None:
+    """Return d_model as a weight's shape shows it; None where the shape does not fit the layout."""
+    sizes = dict(zip(map(tuple, _groups(layout)), shape, strict=False))
+    return sizes.get(("d_model",))
+
+
+def count_heads(
+    shapes: Dictionary[str, tuple[int, ...]], layouts: Dictionary[str, str], heads: int | None
+) -> HeadCounts | None:
+    """Return the heads that the shapes of a layer's weights show, given the number of query heads where one is told.
+
+    None where the weights are collapsed, or fit no number of heads; `arrange` then says which does not.
+    """
+    widths = {role: _joined_width(shapes[role], layouts[role]) for role in shapes if role in TARGETS}
+    query, key_value, d_head = heads, None, None
+    for role in ("O", "Q"):
+        if role not in widths:
+            continue
+        own_heads, own_width, joined = widths[role]
+        query = query or own_heads or (1 if "head" not in axes(layouts[role]) else None)
+        if query is None:
+            continue
+        d_head = own_width or (joined // query if joined and joined % query == 0 else None)
+        if d_head:
+            break
+    if query is None and "QKV" in widths:
+        query, d_head = widths["QKV"][0], widths["QKV"][1]
+    for role in ("K", "V"):
+        if role in widths and key_value is None:
+            own_heads, own_width, joined = widths[role]
+            d_head = d_head or own_width
+            key_value = own_heads or (joined // d_head if joined and d_head else 1)
+    if "QKV" in widths and query:
+        joined = widths["QKV"][2]
+        d_head = d_head or (joined // (3 * query) if joined else None)
+        key_value = (joined // d_head - query) // 2 if joined and d_head else query
+    if query is None or d_head is None:
+        return None
+    return HeadCounts(query, key_value or query, d_head)
+
+
+def arrange(
+    role: str, tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, origin: str
+) -> dict[str, Tensor]:
+    """Return a weight brought to TransformerLens' axes, by its role; QKV is split into its three.
+
+    Args:
+        role: one of `TARGETS`.
+        tensor: as it is stored.
+        layout: its axes in einops' notation, such as "(head d_head) d_model" for a torch.nn.Linear.
+        counts: of the heads, where the layout joins them with another axis.
+        name: of the tensor, for messages.
+        origin: of the layout, for messages.
+
+    Raises:
+        QkovError: the tensor is not of floating type, is empty, or does not fit its layout.
+    """
+    demand_floating(tensor, name)
+    if role == "QKV":
+        return _split(tensor, layout, counts, name, origin)
+    heads = None if counts is None else counts.key_value if role in ("K", "V") else counts.query
+    return {role: _rearrange(tensor, layout, TARGETS[role], heads, name, origin, role)}
+
+
+def arrange_bias(
+    role: str, tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, origin: str
+) -> dict[str, Tensor]:
+    """Return the bias of a weight as [head, d_head], from the layout of the weight itself; that of O as [d_model].
+
+    Raises:
+        QkovError: as `arrange`.
+    """
+    if role == "O":
+        demand_floating(tensor, name)
+        return {"O": tensor}
+    # A bias is a weight that reads one constant input.
+    place = next(at for at, group in enumerate(_groups(layout)) if group == ["d_model"])
+    arranged = arrange(role, tensor.unsqueeze(place), layout, counts, name, origin)
+    return {part: weight.squeeze(1) for part, weight in arranged.items()}
+
+
+def arrange_layer(
+    tensors: Dictionary[str, Tensor],
+    layouts: Dictionary[str, str],
+    counts: HeadCounts | None,
+    names: Dictionary[str, tuple[str, ...]],
+    origin: str,
+) -> dict[str, Tensor]:
+    """Return the weights and biases among a layer's tensors, as `W_Q`, `b_Q` and so on; joined biases come apart.
+
+    Raises:
+        QkovError: as `arrange`.
+    """
+    arranged: dict[str, Tensor] = {}
+    for role, tensor in tensors.items():
+        name = names[role][0]
+        if role in TARGETS:
+            parts = arrange(role, tensor, layouts[role], counts, name, origin)
+            arranged |= {f"W_{part}": weight for part, weight in parts.items()}
+        elif role.startswith("b_"):
+            weight = role.removeprefix("b_")
+            joined = weight == "QKV" and weight not in layouts
+            biases = dict(zip(SCORES_IN, tensor.chunk(3), strict=True)) if joined else {weight: tensor}
+            for of_weight, bias in biases.items():
+                parts = arrange_bias(of_weight, bias, layouts[of_weight], counts, name, origin)
+                arranged |= {f"b_{part}": value for part, value in parts.items()}
+        else:
+            demand_floating(tensor, name)
+    return arranged
+
+
+def demand_floating(tensor: Tensor, name: str) -> None:
+    """QkovError for a tensor of whole numbers, or of none."""
+    if not tensor.is_floating_point():
+        raise QkovError(f"{name} holds {tensor.dtype} numbers; expected floating ones (quantised weights are not read)")
+    if 0 in tensor.shape:
+        raise QkovError(f"{name} has shape {tuple(tensor.shape)}, which holds nothing to measure")
+
+
+def _split(tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, origin: str) -> dict[str, Tensor]:
+    order = axes(layout)
+    if counts is None or not joins_heads(layout):
+        parts = _rearrange(tensor, layout, TARGETS["QKV"], None, name, origin, "QKV", qkv=3).unbind(0)
+        return dict(zip(SCORES_IN, parts, strict=True))
+    if order.index("qkv") > order.index("head"):
+        slots = counts.query // counts.key_value + 2
+        target = "head qkv d_model d_head"
+        grouped = _rearrange(tensor, layout, target, counts.key_value, name, origin, "QKV", qkv=slots)
+        return {"Q": grouped[:, :-2].flatten(0, 1), "K": grouped[:, -2], "V": grouped[:, -1]}
+    along = next(at for at, group in enumerate(_groups(layout)) if "qkv" in group)
+    sizes = [heads * counts.d_head for heads in (counts.query, counts.key_value, counts.key_value)]
+    if along >= tensor.ndim or sum(sizes) != tensor.shape[along]:
+        raise _misfit(tensor, layout, counts.query, name, origin, "QKV")
+    of_one = layout.replace("qkv ", "")
+    parts = dict(zip(SCORES_IN, tensor.split(sizes, dim=along), strict=True))
+    return {
+        part: _rearrange(
+            weight, of_one, TARGETS[part], counts.query if part == "Q" else counts.key_value, name, origin, "QKV"
+        )
+        for part, weight in parts.items()
+    }
+
+
+def _rearrange(
+    tensor: Tensor, layout: str, target: str, heads: int | None, name: str, origin: str, role: str, **sizes: int
+) -> Tensor:
+    if "head" not in axes(layout):
+        target = target.replace("head", "1", 1)
+    elif heads is not None:
+        sizes["head"] = heads
+    try:
+        return einops.rearrange(tensor, f"{layout} -> {target}", **sizes)
+    except einops.EinopsError as error:
+        raise _misfit(tensor, layout, heads, name, origin, role) from error
+
+
+def _misfit(tensor: Tensor, layout: str, heads: int | None, name: str, origin: str, role: str) -> QkovError:
+    with_heads = "" if heads is None else f" with {heads} heads"
+    return QkovError(
+        f"{name} has shape {tuple(tensor.shape)}, which does not fit the layout '{layout}'{with_heads} "
+        f"that {origin} gives for {role}"
+    )
+
+
+def _joined_width(shape: tuple[int, ...], layout: str) -> tuple[int | None, int | None, int | None]:
+    """Heads and d_head where each has a dimension of its own, and the dimension in which they are joined."""
+    groups = _groups(layout)
+    if len(groups) != len(shape):
+        return None, None, None
+    sizes = dict(zip(map(tuple, groups), shape, strict=True))
+    joined = next((size for group, size in sizes.items() if len(group) > 1 and "d_head" in group), None)
+    return sizes.get(("head",)), sizes.get(("d_head",)), joined
+
+
+def _groups(layout: str) -> list[list[str]]:
+    return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", layout)]

@@ -1,0 +1,151 @@
+"""Safetensors files, read by their byte ranges: the header first, then the tensors that are asked for."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import QkovError
+from ..storage.places import LocalPlace, Place
+from .tensor_file import TensorFile
+
+#: Larger headers are taken for damage, as safetensors itself does.
+LARGEST_HEADER = 100_000_000
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile(TensorFile):
+    """A safetensors file anywhere: the header is read at once, the bytes of a tensor when it is asked for."""
+
+    def __init__(self, place: Place) -> None:
+        """Read the header.
+
+        Raises:
+            QkovError: the file is no safetensors file, is cut short, or its header does not agree with itself.
+        """
+        super().__init__(place.address)
+        self._place, self._version = place, place.version()
+        self.waits = not isinstance(place, LocalPlace)
+        header, begin = _read_header(place)
+        self.metadata = _metadata(header.pop("__metadata__", {}), place)
+        self._stored = {name: _stored(name, entry, begin, place) for name, entry in header.items()}
+        _demand_whole(self._stored, begin, place)
+        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors of those names; no other bytes of the file are read.
+
+        Raises:
+            QkovError: a tensor has a dtype that torch does not have, the bytes cannot be read, or the file was written
+                again since it was opened.
+        """
+        wanted = {name: self._stored[name] for name in names}
+        for name, stored in wanted.items():
+            if stored.dtype not in _DTYPES:
+                raise QkovError(
+                    f"{name} in {self.address} is of dtype {stored.dtype}, which cannot be read; "
+                    f"convert it to one of {', '.join(_DTYPES)}"
+                )
+        self._place.demand_version(self._version)
+        contents = self._place.fetch([(stored.start, stored.stop) for stored in wanted.values()])
+        self._place.demand_version(self._version)
+        return {
+            name: _tensor(content, _DTYPES[stored.dtype]).reshape(stored.shape)
+            for (name, stored), content in zip(wanted.items(), contents, strict=True)
+        }
+
+
+def _tensor(content: np.ndarray, dtype: torch.dtype) -> Tensor:
+    # Bytes that are none have no stride by which torch could view them.
+    return torch.from_numpy(content).view(dtype) if content.size else torch.empty(0, dtype=dtype)
+
+
+def _read_header(place: Place) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin."""
+    size = place.size()
+    if size is not None and size < 8:
+        raise _damaged(place, f"it has {size} bytes, fewer than the length of a header")
+    length = int.from_bytes(place.read_bytes(0, 8), "little")
+    if length > LARGEST_HEADER or (size is not None and 8 + length > size):
+        raise _damaged(place, f"its header would be of {length} bytes")
+    try:
+        header = json.loads(place.read_bytes(8, 8 + length))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(place, "its header is no JSON") from error
+    if not isinstance(header, dict):
+        raise _damaged(place, "its header is no table of tensors")
+    return header, 8 + length
+
+
+def _metadata(entry: Any, place: Place) -> dict[str, str]:
+    if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+        raise _damaged(place, "its metadata is no table of strings")
+    return entry
+
+
+def _stored(name: str, entry: Any, begin: int, place: Place) -> _Stored:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        start, stop = (begin + int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(place, f"its header does not say where {name} lies") from error
+    if min((*shape, start - begin, stop - start)) < 0:
+        raise _damaged(place, f"{name} has shape {list(shape)} and offsets {start - begin} to {stop - begin}")
+    if dtype in _DTYPES and stop - start != prod(shape) * _DTYPES[dtype].itemsize:
+        raise _damaged(place, f"{name} of shape {list(shape)} and dtype {dtype} is given {stop - start} bytes")
+    return _Stored(dtype, shape, start, stop)
+
+
+def _demand_whole(stored: dict[str, _Stored], begin: int, place: Place) -> None:
+    """The tensors lie side by side and end where the file does."""
+    end = begin
+    for name, tensor in sorted(stored.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if tensor.start != end:
+            raise _damaged(place, f"{name} begins at byte {tensor.start}, and what lies before it ends at {end}")
+        end = tensor.stop
+    size = place.size()
+    if size is not None and size != end:
+        raise _damaged(place, f"it has {size} bytes and its tensors end at {end}")
+
+
+def _damaged(place: Place, why: str) -> QkovError:
+    return QkovError(
+        f"{place.address} cannot be read as safetensors ({why}): it is cut short or is another kind of file; "
+        f"copy it again"
+    )

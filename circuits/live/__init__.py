@@ -1,0 +1,1 @@
+"""Attention weights of models in memory."""

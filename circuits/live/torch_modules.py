@@ -1,0 +1,108 @@
+"""The torch.nn.MultiheadAttention modules of a model as mappings: the modules say what the names of a file do not."""
+
+import re
+from collections.abc import Mapping as Dictionary
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..architectures.layouts import SCORES_IN
+from ..architectures.mapping import Mapping, parse_mapping
+from ..architectures.stated_facts import UNKNOWN
+from ..errors import QkovError
+
+
+@dataclass(frozen=True)
+class FoundModules:
+    """One mapping for each kind of attention in a layer, and the biases that torch keeps joined.
+
+    Attributes:
+        mappings: one for each kind.
+        joined: for the name of each bias that is part of another tensor, that tensor's name and which third it is.
+    """
+
+    mappings: tuple[Mapping, ...]
+    joined: dict[str, tuple[str, int]]
+
+    def apart(self, tensors: Dictionary[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of the model with the joined biases taken apart beside them."""
+        parts = {name: tensors[whole].chunk(3)[third] for name, (whole, third) in self.joined.items()}
+        return {**tensors, **parts}
+
+
+def has_attention_modules(model: nn.Module) -> bool:
+    """Whether there is a torch.nn.MultiheadAttention in the model."""
+    return any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+
+
+def mappings_of(model: nn.Module) -> FoundModules:
+    """Return the mappings of the model's attention modules, which need neither a number of heads nor a config.
+
+    In a torch.nn.TransformerEncoderLayer or TransformerDecoderLayer the norm in front is known; elsewhere it is not.
+
+    Raises:
+        QkovError: modules that differ only in the number of their layer are not alike.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    joined: dict[str, tuple[str, int]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        parent_path, _, name = path.rpartition(".")
+        template = _numbered(path)
+        facts, norm_tensors = _norm(model.get_submodule(parent_path), name, _numbered(parent_path))
+        table = {"tensors": _tensors(module, template) | norm_tensors, "layout": "linear", "heads": module.num_heads}
+        # Whether a mask hides what comes later is said when the module is called.
+        table |= {"causal": UNKNOWN, "positions": UNKNOWN} | facts
+        if tables.setdefault(template, table) != table:
+            raise QkovError(
+                f"the attention modules {template} differ from layer to layer in heads, biases or norm: "
+                f"open the parts of the model that are alike by themselves"
+            )
+        if module.in_proj_bias is not None and module.in_proj_weight is None:
+            whole = _join(path, "in_proj_bias")
+            joined |= {f"{whole}.{part}": (whole, third) for third, part in enumerate(SCORES_IN)}
+    stacks = {template: {} if len(tables) == 1 else {"stack": template.replace(".{layer}", "")} for template in tables}
+    origin = "its torch.nn.MultiheadAttention modules"
+    return FoundModules(tuple(parse_mapping(table | stacks[at], origin) for at, table in tables.items()), joined)
+
+
+def _numbered(path: str) -> str:
+    """The path with {layer} for the first number in it."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "{layer}", path, count=1)
+
+
+def _tensors(module: nn.MultiheadAttention, template: str) -> dict[str, str]:
+    tensors = {"O": _join(template, "out_proj.weight")}
+    if module.out_proj.bias is not None:
+        tensors["b_O"] = _join(template, "out_proj.bias")
+    if module.in_proj_weight is not None:
+        tensors["QKV"] = _join(template, "in_proj_weight")
+        return tensors if module.in_proj_bias is None else tensors | {"b_QKV": _join(template, "in_proj_bias")}
+    for part in SCORES_IN:
+        tensors[part] = _join(template, f"{part.lower()}_proj_weight")
+        if module.in_proj_bias is not None:
+            tensors[f"b_{part}"] = _join(template, f"in_proj_bias.{part}")
+    return tensors
+
+
+def _norm(parent: nn.Module, name: str, parent_path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the layer around the module tells of norm and cross-attention, and the names of the norm's tensors."""
+    if not isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        return {"norm": UNKNOWN}, {}
+    cross = {"cross": True} if name == "multihead_attn" else {}
+    if not parent.norm_first:
+        return cross, {}
+    norm_name = "norm2" if cross else "norm1"
+    norm = parent.get_submodule(norm_name)
+    if not isinstance(norm, nn.LayerNorm):
+        return cross | {"norm": UNKNOWN}, {}
+    at = _join(parent_path, norm_name)
+    named = {"norm_gain": ("weight", norm.weight), "norm_bias": ("bias", norm.bias)}
+    tensors = {role: f"{at}.{name}" for role, (name, tensor) in named.items() if tensor is not None}
+    return cross | {"norm": {"kind": "layer_norm", "eps": norm.eps}}, tensors
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,1 @@
+"""Open checkpoints and read their attention weights layer by layer."""

@@ -1,0 +1,90 @@
+"""The checkpoints that qkov's own training saves: safetensors under TransformerLens' names, with metadata."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from ..architectures.layouts import LAYOUTS
+from ..architectures.mapping import Mapping
+from ..checkpoints.tensor_file import TensorFile
+from ..errors import QkovError
+from ..storage.atomic_write import write_atomically
+from ..weights.attention_weights import NAMES, AttentionWeights
+
+FORMAT = "qkov checkpoint 1"
+_KEY = "qkov"
+
+
+def save_checkpoint(
+    folder: Path, step: int, layers: list[AttentionWeights], scalars: dict[str, float], settings: dict[str, Any]
+) -> Path:
+    """Write step_000000123.safetensors into the folder, whole or not at all.
+
+    Args:
+        folder: of the run.
+        step: number of steps taken.
+        layers: the weights, factors or collapsed circuits.
+        scalars: figures of this step, such as loss and time.
+        settings: what made the run: seed, ratio, parameterization and so on, as JSON can hold it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for weights in layers:
+        for name in NAMES:
+            tensor = getattr(weights, name)
+            if tensor is not None:
+                tensors[f"blocks.{weights.layer}.attn.{name}"] = tensor.detach().clone(
+                    memory_format=torch.contiguous_format
+                )
+    # One entry: safetensors writes several in no fixed order, and the same run should give the same bytes.
+    metadata = {_KEY: json.dumps({"format": FORMAT, "step": step, "scalars": scalars, "settings": settings})}
+    path = folder / f"step_{step:09d}.safetensors"
+    write_atomically(path, save(tensors, metadata=metadata))
+    return path
+
+
+def is_own(file: TensorFile) -> bool:
+    """Say whether qkov saved the file."""
+    return FORMAT in file.metadata.get(_KEY, "")
+
+
+def own_mapping(file: TensorFile) -> Mapping:
+    """Return the mapping of a file that qkov saved: factors or collapsed circuits, whichever it holds."""
+    roles = {name.rsplit(".W_", 1)[1] for name in file.shapes}
+    return Mapping(
+        tensors={role: f"blocks.{{layer}}.attn.W_{role}" for role in sorted(roles)},
+        layouts={role: LAYOUTS["transformer_lens"][role] for role in roles},
+        origin="qkov's own format",
+    )
+
+
+def own_scalars(file: TensorFile) -> dict[str, float]:
+    """Return the figures that were saved with the weights.
+
+    Raises:
+        QkovError: the metadata is damaged.
+    """
+    try:
+        scalars = json.loads(file.metadata[_KEY])["scalars"]
+        return {name: float(value) for name, value in scalars.items()}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise QkovError(
+            f"{file.address} says it is a {FORMAT!r}, and the scalars in its metadata are damaged"
+        ) from error
+
+
+def own_settings(file: TensorFile) -> dict[str, Any]:
+    """Return what made the run, as it was saved with the weights.
+
+    Raises:
+        QkovError: the metadata is damaged.
+    """
+    try:
+        return dict(json.loads(file.metadata[_KEY])["settings"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise QkovError(
+            f"{file.address} says it is a {FORMAT!r}, and the settings in its metadata are damaged"
+        ) from error

@@ -1,0 +1,79 @@
+"""From a path, a URL or a hub id to the place that it names."""
+
+import re
+from pathlib import Path
+
+from ..errors import CallError, QkovError, reason
+from .places import LocalPlace, Place
+from .remote import RemotePlace
+
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?:://|::)")
+_HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+(@[^\s/]+)?")
+
+
+def place_of(address: Path | str | Place) -> Place:
+    """Return the place of a path, of an fsspec address, or of a hub id that no local path has.
+
+    Args:
+        address: a path; an address such as `s3://bucket/run`; `organisation/model` or `organisation/model@revision`; or
+            a place, which is returned.
+
+    Raises:
+        CallError: the kind of address is unknown, or its driver is not installed.
+    """
+    if isinstance(address, Place):
+        return address
+    if isinstance(address, Path):
+        return LocalPlace(address)
+    # A name with a double colon is no address by that alone.
+    if "://" in address and _PROTOCOL.match(address):
+        for local in ("file://", "local://"):
+            if address.startswith(local):
+                return LocalPlace(Path(address.removeprefix(local)))
+        return _remote(address)
+    path = Path(address)
+    # A mistyped path in a folder that is there was not meant for the hub.
+    if _HUB_ID.fullmatch(address) and not path.exists() and not Path(path.parts[0]).is_dir():
+        return _remote(f"hf://{address}", f"; there is no path {address} here, either")
+    return LocalPlace(path)
+
+
+def _remote(address: str, hint: str = "") -> Place:
+    # fsspec and its drivers are slow to import, and most checkpoints lie here.
+
+    return remote_place(address, hint)
+
+
+def remote_place(address: str, hint: str = "") -> Place:
+    """Return the place of an fsspec address.
+
+    Args:
+        address: with its protocol.
+        hint: what to say as well where nothing is found.
+
+    Raises:
+        CallError: the kind of address is unknown, or its driver is not installed.
+        QkovError: the driver cannot be set up.
+    """
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    from .web import WebPlace, web_options
+
+    protocol = address.split("::", 1)[0].split("://", 1)[0]
+    is_web = protocol in ("http", "https")
+    try:
+        system, path = fsspec.url_to_fs(address, **(web_options() if is_web else {}))
+    except ImportError as error:
+        driver = known_implementations.get(protocol, {}).get("class", "fsspec").split(".")[0]
+        install = f"pip install {driver}" if driver != "fsspec" else str(error)
+        raise CallError(f"{address} needs a driver for {protocol}:// that is not installed: {install}") from error
+    except ValueError as error:
+        raise CallError(
+            f"{address} cannot be understood ({error}); expected a path, or an address such as s3://, hf:// or https://"
+        ) from error
+    except Exception as error:  # drivers raise errors of their own, such as for credentials
+        raise QkovError(f"{address} cannot be reached ({reason(error)})") from error
+    place = (WebPlace if is_web else RemotePlace)(system, path, address)
+    place.hint = hint
+    return place

@@ -1,0 +1,241 @@
+"""Places that are reached through fsspec: object stores, the hub, archives, memory."""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CallError, QkovError, reason
+from .places import BLOCK, Place
+
+#: The bytes that may be asked for beyond those wanted, as a part of those wanted.
+SLACK = 0.05
+#: Requests do not grow beyond this by being merged, so that several can run side by side.
+LARGEST = 16 * 2**20
+
+
+def merged(
+    ranges: Sequence[tuple[int, int]], slack: float = SLACK, largest: int = LARGEST
+) -> list[tuple[tuple[int, int], list[int]]]:
+    """Return requests that cover the ranges, each with the positions of the ranges that it brings.
+
+    For ranges of no bytes nothing is asked. Neighbours become one request. Gaps are bridged from the smallest on, as
+    long as all that is bridged stays within the slack.
+
+    Args:
+        ranges: [start, stop) in bytes.
+        slack: the bytes that may be bridged, as a part of those wanted.
+        largest: of a request that is merged, in bytes.
+    """
+    order = sorted((position for position, (start, stop) in enumerate(ranges) if stop > start), key=ranges.__getitem__)
+    allowed = slack * sum(stop - start for start, stop in ranges)
+    gaps = sorted((max(0, ranges[b][0] - ranges[a][1]), b) for a, b in pairwise(order))
+    bridged = set()
+    for gap, position in gaps:
+        if gap <= allowed:
+            allowed -= gap
+            bridged.add(position)
+    requests: list[tuple[tuple[int, int], list[int]]] = []
+    for position in order:
+        start, stop = ranges[position]
+        if requests and position in bridged and max(stop, requests[-1][0][1]) - requests[-1][0][0] <= largest:
+            (first, last), members = requests[-1]
+            requests[-1] = (first, max(last, stop)), [*members, position]
+        else:
+            requests.append(((start, stop), [position]))
+    return requests
+
+
+#: What drivers call the sign of a file's content or version.
+_SIGNS = (
+    *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "md5", "checksum", "blob_id", "lfs", "xet_hash"),
+    *("generation", "VersionId", "version_id", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
+    *("updated", "created"),
+)
+#: How many requests are under way at once, where a driver leaves that to us.
+_AT_ONCE = 8
+#: Hub paths that begin with a word before the organisation.
+_HUB_KINDS = ("datasets/", "models/", "spaces/", "buckets/", "kernels/")
+
+
+class NotThereError(CallError):
+    """The place holds nothing."""
+
+
+class RemotePlace(Place):
+    """A path in a file system of fsspec."""
+
+    def __init__(self, system: Any, path: str, address: str, info: dict[str, Any] | None = None) -> None:
+        """Remember the path.
+
+        Args:
+            system: the fsspec file system.
+            path: as the file system names it.
+            address: as a user would.
+            info: what a listing said of it, if one did.
+        """
+        super().__init__(address)
+        self.system, self.path, self._info = system, path, info
+        self.hint = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Place | None":
+        """The folder around it, or None at the top of a bucket or repository."""
+        path = self.path.rstrip("/")
+        # The organisation stands before the name of a model on the hub.
+        above = 1 + path.startswith(_HUB_KINDS) if self.address.startswith("hf://") else 0
+        if path.count("/") <= above:
+            return None
+        first, mark, rest = self.address.partition("::")
+        return type(self)(self.system, _above(path), _above(first.rstrip("/")) + mark + rest)
+
+    def child(self, name: str) -> Place:
+        """Return what has that name in this folder."""
+        return self._child(name, None)
+
+    def is_file(self) -> bool:
+        """Say whether a file is there."""
+        return self._kind() == "file"
+
+    def is_folder(self) -> bool:
+        """Say whether a folder is there."""
+        return self._kind() == "directory"
+
+    def entries(self) -> list[Place]:
+        """Return what the folder holds, as it is now."""
+        with self.told():
+            self.system.invalidate_cache(self.path)
+            listed = self.system.ls(self.path, detail=True)
+        found = {info["name"].rstrip("/").rpartition("/")[2]: info for info in listed}
+        return [self._child(name, found[name]) for name in sorted(found)]
+
+    def size(self) -> int | None:
+        """Return the file's size in bytes, or None where the place does not tell it."""
+        if self._info is None or self._info.get("size") is None:
+            with self.told():
+                self._info = self.system.info(self.path)
+        return self._info.get("size")
+
+    def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Return a few bytes of the file, or all of them."""
+        if stop is None:
+            with self.told():
+                return self.system.cat_file(self.path)
+        # Reading ahead would bring bytes that nobody asked for.
+        with self.told(), self.system.open(self.path, "rb", cache_type="none", **self._open_options()) as file:
+            file.seek(start)
+            content = file.read(stop - start)
+        return self._whole(content, start, stop)
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the bytes of each range: neighbours in one request, the requests side by side."""
+        requests = merged(ranges)
+        with self.told():
+            answers = self._answers([request for request, _ in requests])
+        found = [np.empty(0, dtype=np.uint8)] * len(ranges)
+        for ((start, stop), members), answer in zip(requests, answers, strict=True):
+            content = np.frombuffer(self._whole(answer, start, stop), dtype=np.uint8)
+            for position in members:
+                first, last = ranges[position]
+                found[position] = content[first - start : last - start].copy()
+        return found
+
+    def stamp(self) -> str:
+        """Return a hash of the size and of what the place says of the file's version.
+
+        Where it says nothing, of the file's first and last 64 KiB.
+        """
+        with self.told():
+            info = self.system.info(self.path)
+        signs = {sign: str(info[sign]) for sign in _SIGNS if info.get(sign)}
+        digest = hashlib.blake2b(f"{info.get('size')} {sorted(signs.items())}".encode(), digest_size=16)
+        if not signs:
+            size = info.get("size") or 0
+            digest.update(self.read_bytes(0, min(size, BLOCK)))
+            digest.update(self.read_bytes(max(0, size - BLOCK), size))
+        return digest.hexdigest()
+
+    @contextmanager
+    def local_copy(self) -> Iterator[Path]:
+        """Give the path of a copy that is removed afterwards."""
+        with tempfile.TemporaryDirectory(prefix="qkov-") as folder:
+            copy = Path(folder) / self.name
+            with self.told():
+                self.system.get_file(self.path, str(copy))
+            yield copy
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell in a line whatever a driver raises: every one has errors of its own."""
+        try:
+            yield
+        except QkovError:
+            raise
+        except FileNotFoundError as error:
+            raise self._not_found(error) from error
+        except Exception as error:
+            raise QkovError(
+                f"{self.address} cannot be read ({reason(error)}): check the address and the connection, "
+                f"or copy it here and give the path of the copy{self.hint}"
+            ) from error
+
+    def _not_found(self, error: FileNotFoundError) -> QkovError:
+        return NotThereError(f"{self.address} does not exist ({reason(error)}){self.hint}")
+
+    def _open_options(self) -> dict[str, Any]:
+        return {}
+
+    def _child(self, name: str, info: dict[str, Any] | None) -> Place:
+        # Of a chain of addresses, such as zip://folder::s3://bucket/file.zip, the first path is the one within.
+        first, mark, rest = self.address.partition("::")
+        if "://" not in first:
+            first, mark, rest = self.address, "", ""
+        return type(self)(self.system, _joined(self.path, name), _joined(first, name) + mark + rest, info)
+
+    def _kind(self) -> str | None:
+        try:
+            if self._info is None:
+                with self.told():
+                    self._info = self.system.info(self.path)
+        except NotThereError:
+            return None
+        return self._info["type"]
+
+    def _answers(self, requests: list[tuple[int, int]]) -> list[bytes]:
+        if self.system.async_impl:
+            starts, stops = ([request[end] for request in requests] for end in (0, 1))
+            return self.system.cat_ranges([self.path] * len(requests), starts, stops, on_error="raise")
+        if not self.address.startswith("hf://"):
+            # Drivers that are not written for it need not bear several requests at once.
+            return [self.read_bytes(*request) for request in requests]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda request: self.read_bytes(*request), requests))
+
+    def _whole(self, content: bytes, start: int, stop: int) -> bytes:
+        if len(content) != stop - start:
+            raise QkovError(
+                f"{self.address} was asked for bytes {start} to {stop} and answered with {len(content)} bytes: it is "
+                f"cut short, or its server does not serve ranges; copy it here and give the path of the copy"
+            )
+        return content
+
+
+def _above(path: str) -> str:
+    above = path.rpartition("/")[0]
+    # At the top of memory://, say.
+    return f"{above}/" if above.endswith(":/") else above
+
+
+def _joined(path: str, part: str) -> str:
+    return f"{path}{part}" if path == "" or path.endswith("/") else f"{path}/{part}"

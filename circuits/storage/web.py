@@ -1,0 +1,85 @@
+"""Files on a web server, and what is particular to them: no folders, few signs of change, quoted names."""
+
+import hashlib
+import re
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from ..errors import QkovError, reason
+from .places import BLOCK, Place
+from .remote import NotThereError, RemotePlace
+
+#: The end of the address of a file; a server does not say which of its paths are folders.
+_FILE = re.compile(r"[^/]\.[A-Za-z]\w*$")
+#: Answers of a server that has no such file, or that does not tell strangers whether it has.
+_NONE_THERE = (403, 404, 410)
+
+
+class WebPlace(RemotePlace):
+    """The address of a file on a web server, or of a list of files such as servers make for a folder."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return unquote(urlsplit(self.path).path.rstrip("/").rpartition("/")[2])
+
+    @property
+    def parent(self) -> "Place | None":
+        """The folder around it, or None at the top of the server."""
+        parts = urlsplit(self.path)
+        path = parts.path.rstrip("/")
+        if not path:
+            return None
+        above = parts._replace(path=f"{path.rpartition('/')[0]}/", query="", fragment="").geturl()
+        return WebPlace(self.system, above, above)
+
+    def entries(self) -> list[Place]:
+        """Return what the server's list of a folder links to."""
+        folder = f"{self.path.rstrip('/')}/"
+        with self.told():
+            listed = self.system.ls(folder, detail=True)
+        found = {}
+        for info in listed:
+            quoted = info["name"].removeprefix(folder).rstrip("/")
+            # A list links to itself in other orders, and to what lies deeper.
+            if quoted and not set(quoted) & set("/?#"):
+                found[unquote(quoted)] = info
+        return [self._child(name, found[name]) for name in sorted(found)]
+
+    def stamp(self) -> str:
+        """Return a hash of what the server says of the file, and of the file's first and last 64 KiB.
+
+        Most servers say no more than the second of the last change.
+        """
+        size = self.size() or 0
+        digest = hashlib.blake2b(super().stamp().encode(), digest_size=16)
+        digest.update(self.read_bytes(0, min(size, BLOCK)))
+        digest.update(self.read_bytes(max(0, size - BLOCK), size))
+        return digest.hexdigest()
+
+    def _not_found(self, error: FileNotFoundError) -> QkovError:
+        # fsspec says "not found" of a server that does not answer, too.
+        cause = error.__cause__
+        if cause is None or getattr(cause, "status", None) in _NONE_THERE:
+            return NotThereError(f"{self.address} does not exist ({reason(error)})")
+        return QkovError(f"{self.address} cannot be reached ({reason(cause)}): check the address and the connection")
+
+    def _open_options(self) -> dict[str, Any]:
+        # Or it would be asked for again each time.
+        return {"size": self.size()}
+
+    def _child(self, name: str, info: dict[str, Any] | None) -> Place:
+        address = f"{self.path.rstrip('/')}/{quote(name)}"
+        return WebPlace(self.system, address, address, info)
+
+    def _kind(self) -> str | None:
+        if self._info is None and not _FILE.search(urlsplit(self.path).path):
+            return "directory"
+        return super()._kind()
+
+
+def web_options() -> dict[str, Any]:
+    """Return how a web server is spoken to: a large file may take its time, but a server that is silent may not."""
+    from aiohttp import ClientTimeout
+
+    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}

@@ -1,0 +1,1 @@
+"""The attention weights of one layer, and the circuits that they form."""

@@ -1,0 +1,100 @@
+"""The frequencies of rotary positions that were stretched for longer contexts."""
+
+import math
+from collections.abc import Mapping as Dictionary
+from typing import Any
+
+from ..errors import QkovError
+from .rotary import Pairing, Rotary
+
+_UNSCALED = ("default", "dynamic")
+
+
+def scaled_rotary(
+    d_head: int,
+    dims: int,
+    base: float,
+    pairing: Pairing,
+    scaling: Dictionary[str, Any] | None,
+    max_positions: int | None = None,
+    trained_positions: int | None = None,
+) -> Rotary:
+    """Return the rotary positions of a head, with the scaling as a transformers config states it.
+
+    default and linear are base^(-2i/dims), divided by the factor; llama3 divides the long wavelengths only (Dubey et
+    al. 2024). Dynamic scaling begins beyond the length of training, and is left out, as are the long factors of
+    longrope. Other kinds are what transformers computes for them.
+
+    Args:
+        d_head: of the head.
+        dims: how many of them rotate.
+        base: of the frequencies.
+        pairing: of the dimensions.
+        scaling: `rope_scaling` or `rope_parameters` of the config.
+        max_positions: `max_position_embeddings` of the config.
+        trained_positions: `original_max_position_embeddings`, where the config says it outside of the scaling.
+
+    Raises:
+        QkovError: the kind of scaling is not known, or lacks a number.
+    """
+    scaling = dict(scaling or {})
+    # Phi-3 has called longrope "su" and "yarn".
+    kind = "longrope" if "short_factor" in scaling else scaling.get("rope_type", scaling.get("type", "default"))
+    if trained_positions is not None:
+        scaling["original_max_position_embeddings"] = trained_positions
+    elif max_positions is not None:
+        scaling.setdefault("original_max_position_embeddings", max_positions)
+    try:
+        if not 0 < base < math.inf:
+            raise ValueError(f"its base is {base}")
+        if kind in _UNSCALED:
+            return Rotary.of_base(dims, base, pairing)
+        if kind == "linear":
+            return Rotary.of_base(dims, base, pairing, factor=float(scaling["factor"]))
+        if kind == "llama3":
+            return _llama3(Rotary.of_base(dims, base, pairing), scaling)
+        return _by_transformers(kind, d_head, dims, base, pairing, scaling, max_positions)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise QkovError(f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})") from error
+
+
+def _llama3(rotary: Rotary, scaling: Dictionary[str, Any]) -> Rotary:
+    """Wavelengths up to length/high stay, those above length/low are stretched by the factor, between them a blend."""
+    factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    length = float(scaling["original_max_position_embeddings"])
+    scaled = []
+    for frequency in rotary.frequencies or ():
+        turns = length * frequency / (2 * math.pi)
+        blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+        scaled.append(frequency * (blend + (1 - blend) / factor))
+    return Rotary(dims=rotary.dims, pairing=rotary.pairing, frequencies=tuple(scaled))
+
+
+def _by_transformers(
+    kind: str, d_head: int, dims: int, base: float, pairing: Pairing, scaling: dict[str, Any], max_positions: int | None
+) -> Rotary:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.utils import logging
+
+    if kind not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(dict.fromkeys((*_UNSCALED, *ROPE_INIT_FUNCTIONS)))
+        raise QkovError(f"the rotary scaling {kind!r} of the config is not known; known are {known}")
+    stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
+    lengths: dict[str, Any] = {} if max_positions is None else {"max_position_embeddings": max_positions}
+    shown = logging.get_verbosity()
+    # Its advice is for those who run the model.
+    logging.set_verbosity_error()
+    try:
+        config = LlamaConfig(
+            hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_parameters=scaling | stated, **lengths
+        )
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
+    finally:
+        logging.set_verbosity(shown)
+    return Rotary(
+        dims=2 * len(frequencies),
+        pairing=pairing,
+        frequencies=tuple(frequencies.double().tolist()),
+        amplitude=float(amplitude),
+    )

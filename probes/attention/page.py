@@ -1,0 +1,80 @@
+"""What a notebook shows of a probe: a line of words, the figure, and the table to unfold, by day and by night."""
+
+import io
+import itertools
+import re
+
+import pandas as pd
+from jinja2 import Environment
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from .figure import FOREGROUND
+
+#: Rows of the table that are shown; a model of a thousand heads would fill the notebook.
+_SHOWN = 200
+
+_TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+    """<div class="qkov-probe" style="font-family: system-ui, sans-serif; font-size: 13px; max-width: 1100px">
+<style>.qkov-probe td, .qkov-probe th { padding: 1px 8px; text-align: right }</style>
+<p style="margin: 0 0 6px"><strong>{{ name }}</strong> · {{ words }}</p>
+{{ figure }}
+{% if table %}
+<details><summary style="cursor: pointer">table{% if left %} (the first {{ shown }} of {{ shown + left }} heads; all: \
+probe.table()){% endif %}</summary>
+<div style="overflow-x: auto">{{ table }}</div></details>
+{% endif %}
+</div>"""
+)
+_serial = itertools.count()
+
+
+def message_page(name: str, message: str) -> str:
+    """Return a fragment of HTML that shows a message in place of the figures of a probe."""
+    return _TEMPLATE.render(name=name, words=message, figure="", table="")
+
+
+def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure) -> str:
+    """Return a fragment of HTML that needs nothing else.
+
+    Args:
+        name: the name of the probe.
+        table: one row for each head, as `AttentionProbe.table` returns it.
+        examples: one row for each example, as `AttentionProbe.examples` returns it.
+        figure: the drawing of the table.
+    """
+    count = "1 example" if len(examples) == 1 else f"{len(examples)} examples"
+    parts = [f"{count}, {int(examples['tokens'].sum())} tokens"] if len(examples) else []
+    rolled = examples[["rollout", "chance"]].astype(float).dropna()
+    if len(rolled):
+        parts.append(f"rollout on relevant tokens {rolled['rollout'].mean():.3f}, chance {rolled['chance'].mean():.3f}")
+    flagged = int((~table["finite"]).sum())
+    if flagged:
+        parts.append(f"{flagged} heads have maps that are not finite")
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # Spaces, so that long headings may take two lines.
+    shown = (
+        table.head(_SHOWN)
+        .rename(columns=lambda name: name.replace("_", " "))
+        .to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3f}", justify="right")
+    )
+    return _TEMPLATE.render(
+        name=name,
+        words="; ".join(parts) or "one row of attention for each sequence",
+        figure=_inline(text.getvalue(), f"Attention of {name} by layer and head"),
+        table=Markup(shown),
+        shown=min(len(table), _SHOWN),
+        left=max(len(table) - _SHOWN, 0),
+    )
+
+
+def _inline(svg: str, description: str) -> Markup:
+    """The SVG without what only a file needs, its ids its own, its lines in the colour of the page."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    prefix = f"qkov{next(_serial)}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
+    svg = svg.replace(FOREGROUND, "currentColor")
+    opened = f'<svg role="img" aria-label="{Markup.escape(description)}" style="width: 100%; height: auto"'
+    return Markup(svg.replace("<svg", opened, 1))

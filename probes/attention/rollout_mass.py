@@ -1,0 +1,82 @@
+"""The mass that rollout puts on some tokens, carried up through the layers without keeping a map."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ...analyses.attention.measures.fusion import discard_smallest, fuse_heads, hide_padding
+from ...analyses.attention.measures.rollout import Rollout
+from ...circuits.errors import CallError
+from .masks import Sides
+from .measures import reach
+
+
+class RolloutMass:
+    """v_l = A_l v_{l-1} with v_0 = 1 on the tokens asked for: at the readout, their mass in A_L ... A_1.
+
+    One column of numbers is held in place of one map a layer; with the whole row asked for, one for every token.
+    """
+
+    def __init__(self, settings: Rollout, sides: Sides, *, rows: bool) -> None:
+        """Start at the tokens.
+
+        Args:
+            settings: how maps are fused and mixed.
+            sides: of the maps of all layers.
+            rows: whether the whole row is asked for, and not the mass on the relevant tokens alone.
+        """
+        self._settings, self._sides, self._has_rows = settings, sides, rows
+        self.layers = 0
+        columns = [] if sides.relevant is None else [sides.relevant[..., None]]
+        if rows:
+            batch, keys = sides.keys.shape
+            identity = torch.eye(keys, dtype=torch.bool, device=sides.keys.device).expand(batch, -1, -1)
+            columns.append(identity & sides.keys[..., None])
+        self._has_relevant = sides.relevant is not None
+        self._columns = torch.cat(columns, dim=-1) if columns else None
+
+    def add(self, layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
+        """Carry the columns through a layer; layers come in order."""
+        if self.layers == 0:
+            self._sees_ahead = reach(attention, self._sides)[1] > 0
+        self.layers += 1
+        if self._columns is None or not self._settings.takes(layer):
+            return
+        mask = self._sides.keys.to(attention.device)
+        fused = fuse_heads(attention, self._settings.heads_of(layer))
+        if self._sides.padded:
+            hide_padding(fused, mask)
+        discard_smallest(fused, self._settings.discard)
+        residual, columns = self._settings.residual_of(layer), self._columns.to(fused)
+        carried = fused @ columns / fused.sum(dim=-1, keepdim=True)
+        # Rows of padding sum to 0.
+        carried = carried.masked_fill(~mask[..., None], 0.0)
+        self._columns = (1 - residual) * carried + residual * columns
+
+    def mass(self) -> Float[Tensor, " batch"] | None:
+        """Return the mass on the relevant tokens at each readout; None where none are told."""
+        return self._at_readout()[:, 0] if self._has_relevant else None
+
+    def chance(self) -> Float[Tensor, " batch"] | None:
+        """Return the share of relevant tokens among all, in a causal model among those up to the readout."""
+        sides = self._sides
+        if sides.relevant is None:
+            return None
+        places = torch.arange(sides.keys.shape[1], device=sides.keys.device)
+        seen = sides.keys & ((places <= sides.readout[:, None]) | self._sees_ahead)
+        return (sides.relevant & seen).sum(dim=1) / seen.sum(dim=1)
+
+    def rows(self) -> Float[Tensor, "batch position"]:
+        """Return the whole row at each readout.
+
+        Raises:
+            CallError: it was not asked for.
+        """
+        if not self._has_rows:
+            raise CallError("rows of rollout were not asked for: AttentionProbe(model, rollout_rows=True)")
+        return self._at_readout()[:, int(self._has_relevant) :]
+
+    def _at_readout(self) -> Float[Tensor, "batch column"]:
+        assert self._columns is not None
+        readout = self._sides.readout.to(self._columns.device)
+        return self._columns[torch.arange(len(readout), device=readout.device), readout]

@@ -1,0 +1,1 @@
+"""Learning rates of their own for the query-key and output-value circuits."""

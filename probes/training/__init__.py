@@ -1,0 +1,1 @@
+"""CircuitProbe: circuits of a model in training, measured step by step."""

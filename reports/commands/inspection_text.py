@@ -1,0 +1,158 @@
+"""What `qkov inspect` found, in lines for a person to read."""
+
+import json
+import math
+from typing import Any
+
+from ...circuits.architectures.families import architectures, unsupported
+
+
+def families_facts() -> dict[str, Any]:
+    """Return the families, and the kinds of attention that are named and skipped, as JSON can hold them."""
+    return {
+        "families": [
+            {"family": each.key, "title": each.title, "model_types": list(each.model_types)}
+            for each in architectures().values()
+        ],
+        "skipped": [
+            {"title": each.title, "model_types": list(each.model_types), "reason": each.reason}
+            for each in unsupported()
+        ],
+    }
+
+
+def families_lines() -> list[str]:
+    """Return the lines of a Markdown table of the families, and of a list of what is skipped."""
+    facts = families_facts()
+    lines = ["| family | models | model_type of their config |", "|---|---|---|"]
+    for each in facts["families"]:
+        types = ", ".join(f"`{name}`" for name in each["model_types"]) or "told by tensor names"
+        lines.append(f"| `{each['family']}` | {each['title']} | {types} |")
+    lines += ["", "Named and skipped, never guessed:", ""]
+    lines += [f"- {each['title']}: {each['reason']}." for each in facts["skipped"]]
+    return lines
+
+
+_NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+_POSITIONS = {"alibi": "ALiBi", "relative": "a relative bias on the scores", "absolute": "absolute", "none": "none"}
+
+
+def inspection_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the lines for the facts that `inspect_checkpoint` gave; layers that are alike are told once."""
+    lines = [f"recognised {facts['recognised']}"]
+    for stack in facts["stacks"]:
+        if stack["stack"]:
+            lines.append(f"{stack['stack']}:")
+        lines += [f"  {_tensor(role, name, stack['layouts'])}" for role, name in stack["tensors"].items()]
+        for numbers, layer in _alike(stack["layers"]):
+            lines.append(f"  {_numbers(numbers)}: {_heads(layer)}")
+            lines += [f"    {line}" for line in _layer_lines(layer)]
+    lines += [f"skipped {what}: {reason}" for what, reason in facts["skipped"].items()]
+    if facts["scalars"]:
+        lines.append("carried along: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items()))
+    return lines
+
+
+def _tensor(role: str, name: str, layouts: dict[str, str]) -> str:
+    shown = f"W_{role}" if role in layouts else role
+    return f"{shown}: {name}" + (f", axes {layouts[role]}" if role in layouts else "")
+
+
+def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[int], dict[str, Any]]]:
+    groups: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    for layer in layers:
+        rest = {name: value for name, value in layer.items() if name != "layer"}
+        groups.setdefault(json.dumps(rest, sort_keys=True), ([], rest))[0].append(layer["layer"])
+    return list(groups.values())
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Numbers of layers, with runs of them shortened."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(shown)}"
+
+
+def _heads(layer: dict[str, Any]) -> str:
+    heads, few = layer["heads"], layer["key_value_heads"]
+    grouped = f", grouped: {few} key-value head{'s' * (few > 1)}" if few != heads else ""
+    return f"{heads} head{'s' * (heads > 1)}{grouped}"
+
+
+def _layer_lines(layer: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, circuit in layer["circuits"].items():
+        kind = (
+            f"factors of inner width {circuit['rank_bound']}" if circuit["factorized"] else "collapsed, without factors"
+        )
+        lines.append(f"W_{name}: {circuit['rows']} x {circuit['columns']} a head, {kind}, {circuit['dtype']}")
+    lines.append("; ".join(_scores(layer)))
+    lines.append(_norm(layer))
+    if layer["query_key_norm"] is not None:
+        norm = layer["query_key_norm"]
+        over = "over each head" if norm["over"] == "head" else "over all heads together"
+        lines.append(
+            f"queries and keys are normalised ({_NORMS.get(norm['kind'], 'how is not told,')} {over}): "
+            "the scale of W_QK does not reach the scores, its directions do"
+        )
+    if layer["biases"]:
+        lines.append(f"biases {', '.join(layer['biases'])}, which no circuit holds")
+    facts = layer["facts"]
+    if facts["used_by"] > 1:
+        lines.append(f"these weights serve {facts['used_by']} layers")
+    if facts["unknown"]:
+        lines.append(f"not told: {', '.join(facts['unknown'])}")
+    return lines
+
+
+def _scores(layer: dict[str, Any]) -> list[str]:
+    facts = layer["facts"]
+    found = []
+    if facts["cross"]:
+        found.append("cross-attention, keys and values read another stack")
+    elif facts["causal"] is not None:
+        found.append("causal" if facts["causal"] else "bidirectional")
+    found.append(_positions(facts))
+    if "score_scale" not in facts["unknown"]:
+        scale = "1/sqrt(d_head)" if facts["score_scale"] is None else f"{facts['score_scale']:.6g}"
+        found.append(f"scores times {scale} (left out of W_QK)")
+    if facts["soft_cap"] is not None:
+        found.append(f"scores capped softly at {facts['soft_cap']:g}")
+    if facts["clip_qkv"] is not None:
+        found.append(f"queries, keys and values clipped at {facts['clip_qkv']:g}")
+    if facts["sinks"]:
+        found.append("a learned sink takes part of each head's attention")
+    if facts["window"] is not None:
+        found.append(f"window of {facts['window']} tokens")
+    return found
+
+
+def _positions(facts: dict[str, Any]) -> str:
+    rotary = facts["rotary"]
+    if rotary is None:
+        return f"positions {_POSITIONS.get(facts['positions'], 'not told')}"
+    if rotary["frequencies"] is None:
+        return f"rotary positions ({rotary['pairing']}), frequencies not known: W_QK at offset 0 only"
+    slowest = 2 * math.pi / min(rotary["frequencies"])
+    return (
+        f"rotary positions, {rotary['dims']} dimensions in pairs ({rotary['pairing']}), "
+        f"wavelengths {2 * math.pi / max(rotary['frequencies']):.3g} to {slowest:.3g} tokens"
+    )
+
+
+def _norm(layer: dict[str, Any]) -> str:
+    if layer["stored_basis"] != "raw":
+        return f"basis {layer['stored_basis']}: the weights come so"
+    if "norm" in layer["facts"]["unknown"]:
+        return "the norm in front of attention is not known: basis raw only"
+    if layer["norm"] is None:
+        return "no norm in front of attention: the folded basis is the raw one"
+    parts = [part for part in ("gain", "bias") if layer["norm"][part]]
+    return f"{_NORMS[layer['norm']['kind']]} in front, " + (
+        f"with {' and '.join(parts)}" if parts else "without a gain"
+    )

@@ -1,0 +1,110 @@
+"""Pages: one self-contained HTML file each, from templates that escape whatever they are given."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ...circuits.storage.atomic_write import write_atomically
+
+
+def share(value: float) -> str:
+    """Return a share, or a difference of shares, to three decimal places: what is below is rounding of the model."""
+    if not np.isfinite(value):
+        return "–"
+    return f"{round(value, 3) + 0.0:.3f}".replace("-", "−")
+
+
+def cell_of(row: Any, column: str = "value") -> dict[str, Any]:
+    """Return a figure and its interval, if it has one, as they are printed, and the figure itself."""
+    return {
+        "value": share(row[column]),
+        "interval": f"{share(row['low'])} to {share(row['high'])}" if np.isfinite(row["low"]) else "",
+        "number": float(row[column]),
+        "best": False,
+    }
+
+
+def row_where(table: pd.DataFrame, **where: str) -> dict[str, Any]:
+    """Return the one row whose columns have those values."""
+    for column, value in where.items():
+        table = table[table[column] == value]
+    (row,) = table.to_dict("records")
+    return {str(column): value for column, value in row.items()}
+
+
+_SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
+
+
+def write_page(path: Path, template: str, **content: Any) -> Path:
+    """Render a template into one HTML file, whole or not at all, and return its path."""
+    page = _environment().get_template(template).render(**content)
+    write_atomically(path, page.encode())
+    return path
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number to that many significant digits, in the notation of the page; a dash where there is none."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0:
+        return "0"
+    # Rounded first: 9.99 to two digits is 10, whose exponent is another.
+    mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+    exponent = int(power)
+    if -4 <= exponent < 6:
+        return f"{float(f'{mantissa}e{power}'):.{max(digits - 1 - exponent, 0)}f}".replace("-", "−")
+    raised = str(exponent).translate(_SUPERSCRIPTS)
+    return f"{mantissa} × 10{raised}".replace("-", "−")
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    """Return a share as a percentage."""
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{number(100 * value, digits)} %"
+
+
+def cosine(value: float | None) -> str:
+    """Return a cosine to six places, which near 1 say more than significant digits."""
+    return "–" if value is None or math.isnan(value) else f"{value:.6f}".replace("-", "−")
+
+
+def subscripts(text: str) -> Markup:
+    """Return a sentence for the page: the letters of W_QK, μ_OV and their like set below, a power ^½ above."""
+    lowered = re.sub(r"([Wμη])_([A-Z]{1,2})", r"\1<sub>\2</sub>", str(Markup.escape(text)))
+    return Markup(lowered.replace("^½", "<sup>½</sup>"))
+
+
+def listed(values: Sequence[float]) -> str:
+    """Return numbers as a sentence lists them."""
+    *most, last = (f"{value:g}" for value in values)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def mark_changes(rows: Sequence[Mapping[Any, Any]], column: str) -> list[dict[Any, Any]]:
+    """Mark as `first` the rows at which a column's value changes, where a table draws a rule."""
+    return [
+        {**row, "first": position > 0 and row[column] != rows[position - 1][column]}
+        for position, row in enumerate(rows)
+    ]
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "percent": percent, "subscripts": subscripts, "cosine": cosine}
+    return environment

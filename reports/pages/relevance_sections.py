@@ -1,0 +1,171 @@
+"""The sections of an explanation's report on where attention goes: DTAP, MRTA, AC and ACMC, and the heads."""
+
+from typing import Any
+
+import pandas as pd
+
+from ...analyses.attention.explanation.explanation import Explanation
+from ...analyses.attention.measures.registry import MEASURES
+from ...analyses.attention.relevance.compared_runs import ALL_TOKENS, ELSEWHERE
+from ...analyses.attention.relevance.dtap import dtap_grid
+from ..drawing.heat_maps import HeatMap, draw_heat_map
+from .page import cell_of, percent, row_where, share
+
+#: Most heads of a layer whose figures are written into the map.
+_WRITTEN_HEADS = 16
+#: Rows of the table of heads.
+_STRONGEST = 8
+
+
+def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
+    """MRTA, AC and ACMC of every measure of attention beside chance; None where no example has relevant tokens."""
+    table, main = explanation.relevance, explanation.description["settings"]["main"]
+    if table.empty:
+        return None
+    shown = table[table["method"].isin(MEASURES)]
+    figures = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["figure"])]
+    groups = []
+    for tokens in (ALL_TOKENS, ELSEWHERE):
+        of_tokens = shown[shown["tokens"] == tokens]
+        of_main = of_tokens[of_tokens["method"] == main]
+        if of_main.empty:
+            continue
+        rows = [
+            {"method": method, "cells": [cell_of(row_where(of_one, figure=name)) for name in figures]}
+            for method, of_one in of_tokens.groupby("method", sort=False)
+        ]
+        chance = [share(row_where(of_main, figure=name)["chance"]) for name in figures]
+        groups.append({"tokens": tokens, "chance": chance, "rows": rows})
+    return {
+        "answer": _where_it_goes(explanation, shown),
+        "figures": figures,
+        "readings": {str(row["figure"]): str(row["reading"]) for row in shown.to_dict("records")},
+        "groups": groups,
+    }
+
+
+def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
+    settings, relevant = explanation.description["settings"], explanation.description["task"]["relevant"]
+    row = row_where(table, figure="MRTA", tokens=ALL_TOKENS, method=settings["main"])
+    if row["low"] > row["chance"]:
+        verdict = "More than chance"
+    else:
+        verdict = "Less than chance" if row["high"] < row["chance"] else "No more or less than chance can be told"
+    sentences = [
+        f"{verdict}: by {settings['main']}, {percent(row['value'], 3)} of what is attended to is on the relevant "
+        f"tokens, {relevant} (95 % interval {percent(row['low'], 3)} to {percent(row['high'], 3)}, {row['examples']} "
+        f"examples); uniform attention over the same tokens would put {percent(row['chance'], 3)} there."
+    ]
+    tokens = explanation.tokens
+    first = float(tokens[tokens["position"] == 0][settings["main"]].mean())
+    if first > 0.5:
+        more = "; other measures, below, say more" if first > 0.9 else ""
+        sentences.append(f"The first token of a sequence alone gets {percent(first, 3)} on average{more}.")
+    elsewhere = table[
+        (table["figure"] == "MRTA") & (table["tokens"] == ELSEWHERE) & (table["method"] == settings["main"])
+    ]
+    if len(elsewhere):
+        row = elsewhere.iloc[0]
+        sentences.append(
+            f"Without the token at which the prediction is read, it is {percent(row['value'], 3)} of the rest; "
+            f"uniform attention: {percent(row['chance'], 3)}."
+        )
+    return sentences
+
+
+def dtap_panels(explanation: Explanation) -> list[Any]:
+    """The DTAP as measured, and as it would be if attention were uniform."""
+    cells = explanation.dtap
+    if cells.empty:
+        return []
+    main = explanation.description["settings"]["main"]
+    return [
+        _dtap_panel(cells, "percent", f"{main}, as measured"),
+        _dtap_panel(cells, "chance", "if attention were uniform"),
+    ]
+
+
+def _dtap_panel(cells: pd.DataFrame, column: str, title: str) -> Any:
+    grid = dtap_grid(cells, column)
+    values = grid.to_numpy(dtype=float)
+    across = [*grid.columns, cells["attention_to"].max()]
+    upwards = [cells["probability_to"].max(), *grid.index]
+    said = [
+        f"attention {row['attention_from']:g} to {row['attention_to']:g}, probability {row['probability_from']:g} to "
+        f"{row['probability_to']:g}: {row[column]:.0f} %"
+        for row in cells.to_dict("records")
+        if row[column] > 0
+    ]
+    return draw_heat_map(
+        HeatMap(
+            title=title,
+            description=f"DTAP, percent of examples, {title}: " + "; ".join(said),
+            values=values,
+            written=[[_whole_percent(value) for value in row] for row in values],
+            x_label="attention on relevant tokens",
+            y_label="probability of what is right",
+            columns=[f"{edge:g}" for edge in across],
+            rows=[f"{edge:g}" for edge in upwards],
+            strongest=100.0,
+        ),
+        cell=(3.2 / len(grid.columns), 2.4 / len(grid)),
+    )
+
+
+def _whole_percent(value: float) -> str:
+    return "0" if value == 0 else "<1" if value < 0.5 else f"{value:.0f}"
+
+
+def heads_section(explanation: Explanation) -> dict[str, Any] | None:
+    """How much each head attends to relevant tokens: a map of all, and a table of the strongest."""
+    heads = explanation.heads
+    if heads.empty:
+        return None
+    grid = heads.pivot(index="layer", columns="head", values="attention")
+    values = 100 * grid.to_numpy(dtype=float)
+    chance = float(heads["chance"].iloc[0])
+    strongest = heads.nlargest(_STRONGEST, "attention")
+    written = grid.shape[1] <= _WRITTEN_HEADS
+    best = strongest.iloc[0]
+    panel = draw_heat_map(
+        HeatMap(
+            title="attention on relevant tokens, %",
+            description=f"attention of each of {len(heads)} heads on relevant tokens; the most, "
+            f"{percent(best['attention'], 3)}, in layer {best['layer']:.0f}, head {best['head']:.0f}",
+            values=values,
+            written=[[_whole_percent(value) if written else "" for value in row] for row in values],
+            x_label="head",
+            y_label="layer",
+            columns=_thinned(grid.columns, 24),
+            rows=_thinned(grid.index, 40),
+        ),
+        cell=(max(0.16, min(0.5, 4.8 / grid.shape[1])), 0.24),
+        font=7.5,
+    )
+    above = int((heads["low"] > chance).sum())
+    return {
+        "answer": [
+            f"{above} of {len(heads)} heads attend to the relevant tokens more than uniform attention would "
+            f"({percent(chance, 3)}), their interval being above it. The most does head {best['head']:.0f} of layer "
+            f"{best['layer']:.0f}: {percent(best['attention'], 3)} (95 % interval {percent(best['low'], 3)} to "
+            f"{percent(best['high'], 3)})."
+        ],
+        "panel": panel,
+        "rows": [
+            {
+                "layer": int(row["layer"]),
+                "head": int(row["head"]),
+                **cell_of(row, "attention"),
+                "elsewhere": share(row["attention_elsewhere"]),
+            }
+            for row in strongest.to_dict("records")
+        ],
+        "chance": share(chance),
+        "chance_elsewhere": share(float(heads["chance_elsewhere"].iloc[0])),
+    }
+
+
+def _thinned(labels: pd.Index, most: int) -> list[str]:
+    """Numbers as labels, of many only some."""
+    apart = -(-len(labels) // most)
+    return [str(label) if place % apart == 0 else "" for place, label in enumerate(labels)]

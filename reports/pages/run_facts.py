@@ -1,0 +1,139 @@
+"""What a report says in words of a tracked run."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...analyses.trajectories.store import RunStore
+from ...circuits.algebra.step_figures import LARGEST_DISAGREEMENT
+from .page import number
+
+#: Rows of each kind.
+_STRONGEST = 5
+_KINDS = {"Q": "queries", "K": "keys", "V": "values"}
+
+
+def composition_table(stores: dict[str, RunStore]) -> dict[str, Any] | None:
+    """Return the strongest scores of each kind at the last checkpoint that has them; None where no run has any."""
+    rows, medians = [], []
+    for label, store in stores.items():
+        steps = store.composition_steps()
+        scores = store.composition(steps[-1]) if steps else pd.DataFrame()
+        for kind, reads in _KINDS.items():
+            of_kind = scores[scores["kind"] == kind].dropna(subset="score") if len(scores) else scores
+            if of_kind.empty:
+                continue
+            times = (of_kind["score"] / of_kind["chance"]).median()
+            medians.append({"run": label, "reads": reads, "times": times})
+            for row in of_kind.nlargest(_STRONGEST, "score").to_dict("records"):
+                rows.append(
+                    {
+                        "run": label,
+                        "reads": reads,
+                        "earlier": f"{layer_name(row['stack'], row['earlier_layer'])}, head {row['earlier_head']}",
+                        "later": f"{layer_name(row['stack'], row['later_layer'])}, head {row['later_head']}",
+                        "score": number(row["score"], 3),
+                        "chance": number(row["chance"], 3),
+                        "times": number(row["score"] / row["chance"], 3),
+                    }
+                )
+    return {"rows": rows, "medians": medians} if rows else None
+
+
+#: What a basis is, behind "weights".
+_BASES = {
+    "raw": "raw",
+    "folded": "with the norm in front of attention folded in",
+    "folded_centred": "with the norm in front of attention folded in, and what is written centred",
+}
+_DISAGREEING = (
+    "the gradients of its factors are not those of one product (some are of an earlier step, or the loss knows the "
+    "factors by more than their product)"
+)
+#: Most names of damaged circuits, and of what was left out.
+_NAMES = 12
+
+
+def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of one run for the template."""
+    steps = np.unique(table["step"])
+    first, last = table[table["step"] == steps[0]], table[table["step"] == steps[-1]]
+    changes = []
+    for circuit in ("QK", "OV"):
+        norms = [rows[rows["circuit"] == circuit]["frobenius_norm"].median() for rows in (first, last)]
+        if not any(np.isnan(norms)):
+            changes.append({"circuit": circuit, "first": norms[0], "last": norms[1]})
+    damaged = table[~table["finite"]]
+    flagged = [
+        f"step {row['step']}, {layer_name(row['stack'], row['layer'])}, head {row['head']}, W_{row['circuit']}"
+        for row in damaged.head(_NAMES).to_dict("records")
+    ]
+    left_out = [f"{name}: {reason}" for name, reason in (description["left_out"] | description["skipped"]).items()]
+    return {
+        "label": label,
+        "live": description.get("live", False),
+        "source": description["source"],
+        "recognised": description["recognised"],
+        "steps": len(steps),
+        "expected": len(description["checkpoints"]),
+        "first": int(steps[0]),
+        "last": int(steps[-1]),
+        "layers": len(last[["stack", "layer"]].drop_duplicates()),
+        "stacks": [stack for stack in last["stack"].unique() if stack],
+        "heads": heads_in(table),
+        "group_size": _group_size(last),
+        "normalised_layers": len(last[last["qk_norm"]][["stack", "layer"]].drop_duplicates()),
+        "shapes": ", ".join(
+            f"W_{name} {rows} × {columns}, {f'factors of inner width {rank}' if factorized else 'collapsed'}"
+            for (name, rows, columns, rank, factorized), _ in table.groupby(
+                ["circuit", "rows", "columns", "rank_bound", "factorized"]
+            )
+        ),
+        "changes": changes,
+        "flagged": flagged,
+        "flagged_count": len(damaged),
+        "untested": _untested(table, description),
+        "left_out": left_out[:_NAMES],
+        "left_out_count": len(left_out),
+        "basis": ", ".join(_BASES[basis] for basis in table["basis"].unique()),
+        "rotary_offset": _rotary_offset(table),
+        "reference": ", ".join(str(name) for name in table["reference"].dropna().unique()) or "none",
+    }
+
+
+def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
+    """The circuits of which it is not known what Omega makes of the gradient, with the reason."""
+    reasons = {(entry["circuit"], entry["reason"]): [*entry["layers"]] for entry in description.get("untested", ())}
+    told = {(circuit, layer) for (circuit, _), layers in reasons.items() for layer in layers}
+    disagreeing = (
+        table[table["gradient_disagreement"] > LARGEST_DISAGREEMENT] if "gradient_disagreement" in table else table[:0]
+    )
+    for stack, layer, circuit in disagreeing[["stack", "layer", "circuit"]].drop_duplicates().itertuples(index=False):
+        name = f"{stack} {layer}".lstrip()
+        if (circuit, name) not in told:
+            reasons.setdefault((circuit, _DISAGREEING), []).append(name)
+    return [
+        f"W_{circuit} of layer{'s' * (len(layers) > 1)} {', '.join(layers)}: {reason}"
+        for (circuit, reason), layers in reasons.items()
+    ]
+
+
+def layer_name(stack: str, layer: object) -> str:
+    """Return a layer in words."""
+    return f"{stack} layer {layer}".lstrip()
+
+
+def heads_in(rows: pd.DataFrame) -> int:
+    """Return how many heads rows are of."""
+    return len(rows[["stack", "layer", "head"]].drop_duplicates())
+
+
+def _group_size(rows: pd.DataFrame) -> int:
+    """The most heads that share a key-value head."""
+    return int(rows.groupby(["stack", "layer", "key_value_head"])["head"].nunique().max())
+
+
+def _rotary_offset(table: pd.DataFrame) -> int | None:
+    offsets = table["rotary_offset"].dropna()
+    return None if offsets.empty else int(offsets.iloc[0])

@@ -1,0 +1,282 @@
+"""The report of tracked runs: one run head by head, or several side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ...analyses.trajectories.store import RunStore
+from ...circuits.errors import CallError
+from ..drawing.panels import Panel, Series, draw, swatch
+from .page import number, write_page
+from .run_facts import composition_table, heads_in, layer_name, run_facts
+from .run_sections import CIRCUITS, SECTIONS, Figure
+
+#: Most lines of one colour each in a panel; beyond that heads are gathered by layer, or all together.
+_LINES = 6
+#: Most rows of the table of heads.
+_ROWS = 60
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows that share a line: one head, a layer's heads, or a run's."""
+
+    label: str
+    rows: pd.DataFrame
+
+
+def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, command: str | None = None) -> Path:
+    """Write the report of one run store, or of several side by side, and return its path.
+
+    Args:
+        runs: the stores, or their folders.
+        path: of the report.
+        command: by which it was asked for, as the report tells it; None where it was not asked for by a command.
+
+    Raises:
+        CallError: there is no store, or a store is none or is empty.
+    """
+    if not runs:
+        raise CallError("a report needs at least one run store")
+    stores = [run if isinstance(run, RunStore) else RunStore(run) for run in runs]
+    labels = _labels(stores)
+    descriptions = {label: store.description() for label, store in zip(labels, stores, strict=True)}
+    tables = {label: store.table() for label, store in zip(labels, stores, strict=True)}
+    over = _axis(tables)
+    groups = _groups(tables, over)
+    log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
+    style = {group.label: position for position, group in enumerate(groups)}
+    sections = []
+    for title, caption, figures in SECTIONS:
+        panels = [
+            drawn
+            for figure in figures
+            for circuit in figure.circuits
+            if (drawn := _panel(figure, circuit, groups, style, over, log_steps and over == "step")) is not None
+        ]
+        if panels:
+            sections.append({"title": title, "caption": caption, "panels": panels})
+    return write_page(
+        Path(path),
+        "run.html.j2",
+        live=all(described.get("live", False) for described in descriptions.values()),
+        title=_title(len(stores), over),
+        subtitle=", ".join(tables),
+        command=command,
+        runs=[run_facts(label, tables[label], descriptions[label]) for label in tables],
+        legend=[{"swatch": swatch(style[group.label], dots=False), "label": group.label} for group in groups],
+        gathered=any(heads_in(group.rows) > 1 for group in groups),
+        sections=sections,
+        losses=_saved_panels(tables, style, losses=True),
+        saved=_saved_panels(tables, style, losses=False),
+        spectra=_spectra_panels(tables),
+        offsets=_offset_panel(groups, style),
+        composition=composition_table(dict(zip(labels, stores, strict=True))),
+        heads=_head_rows(tables),
+        rows_left_out=max(0, sum(len(_last_rows(table)) for table in tables.values()) - _ROWS),
+        versions={label: described["versions"] for label, described in descriptions.items()},
+    )
+
+
+def _labels(stores: list[RunStore]) -> list[str]:
+    """The folders' names, made longer until they differ."""
+    paths = [store.folder.resolve() for store in stores]
+    depth = max(len(path.parts) for path in paths)
+    for count in range(1, depth + 1):
+        labels = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(labels)) == len(labels):
+            return labels
+    raise CallError("the same run store was given twice")
+
+
+def _title(stores: int, over: str) -> str:
+    if over == "layer":
+        return "Circuits of a model" if stores == 1 else "Circuits of several models"
+    return "Circuits over training" if stores == 1 else "Circuits of several runs"
+
+
+def _axis(tables: dict[str, pd.DataFrame]) -> str:
+    """What figures are drawn over: training, or the depth of models of which there is one checkpoint each."""
+    single = all(table["step"].nunique() == 1 for table in tables.values())
+    return "layer" if single and any(table["layer"].nunique() > 1 for table in tables.values()) else "step"
+
+
+def _groups(tables: dict[str, pd.DataFrame], over: str) -> list[_Group]:
+    if len(tables) > 1:
+        return [_Group(label, table) for label, table in tables.items()]
+    (table,) = tables.values()
+    heads, layers = list(table.groupby(["stack", "layer", "head"])), list(table.groupby(["stack", "layer"]))
+    if over == "step" and len(heads) <= _LINES:
+        return [_Group(f"{layer_name(str(stack), layer)}, head {head}", rows) for (stack, layer, head), rows in heads]
+    if over == "step" and len(layers) <= _LINES:
+        return [_Group(layer_name(str(stack), layer), rows) for (stack, layer), rows in layers]
+    stacks = list(table.groupby("stack"))
+    if len(stacks) > 1:
+        return [_Group(f"all heads of the {stack}", rows) for stack, rows in stacks]
+    return [_Group("all heads", table)]
+
+
+def _spaced_logarithmically(steps: pd.Series) -> bool:
+    distinct = np.unique(steps)
+    return len(distinct) > 3 and float(np.median(distinct)) < 0.2 * float(distinct[-1])
+
+
+def _panel(
+    figure: Figure, circuit: str, groups: list[_Group], style: dict[str, int], over: str, log_steps: bool
+) -> Any:
+    series = []
+    for group in groups:
+        rows = group.rows[group.rows["circuit"] == circuit]
+        if figure.column not in rows or rows[figure.column].isna().all():
+            continue
+        quartiles = rows.groupby(over)[figure.column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
+        band = (quartiles[0.25].to_numpy(), quartiles[0.75].to_numpy()) if heads_in(rows) > 1 else None
+        series.append(Series(quartiles.index, quartiles[0.5].to_numpy(), style[group.label], band=band))
+    if not series:
+        return None
+    name = CIRCUITS[circuit]
+    title = (
+        figure.label if len(figure.circuits) == 1 and figure.column == "effective_ratio" else f"{name} {figure.label}"
+    )
+    # A logarithmic axis cannot show a figure that is nowhere positive.
+    log = figure.log and any((line.y > 0).any() for line in series)
+    return draw(
+        Panel(
+            title=title,
+            description=f"{figure.column.replace('_', ' ')} of W_{circuit} against the {over}",
+            x_label=over,
+            y_label="",
+            series=series,
+            x_log=log_steps,
+            y_log=log,
+            x_integer=over == "layer",
+            y_limits=figure.limits,
+        )
+    )
+
+
+def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses: bool) -> list[Any]:
+    """The figures that were saved beside the weights, one panel each: the losses, or the others."""
+    columns = sorted(
+        {str(column) for table in tables.values() for column in table if str(column).startswith("training_")}
+    )
+    log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
+    panels = []
+    for column in columns:
+        if ("loss" in column) != losses:
+            continue
+        series = []
+        for label, table in tables.items():
+            if column in table and table[column].notna().any():
+                over = table.groupby("step")[column].first()
+                series.append(Series(over.index, over.to_numpy(), style.get(label, 0)))
+        if not series:
+            continue
+        name = column.removeprefix("training_").replace("_", " ")
+        values = np.concatenate([np.asarray(line.y) for line in series])
+        values = values[np.isfinite(values)]
+        wide = bool(values.size and values.min() > 0 and values.max() > 1e3 * values.min())
+        panels.append(draw(Panel(name, f"{name} against the step", "step", "", series, x_log=log_steps, y_log=wide)))
+    return panels
+
+
+def _spectra_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
+    """Median singular values over heads at the first, the middle and the last step; for one run only."""
+    if len(tables) > 1:
+        return []
+    (table,) = tables.values()
+    steps = np.unique(table["step"])
+    chosen = list(dict.fromkeys([steps[0], steps[len(steps) // 2], steps[-1]]))
+    panels = []
+    for circuit, name in CIRCUITS.items():
+        series = []
+        for position, step in enumerate(chosen):
+            rows = table[(table["circuit"] == circuit) & (table["step"] == step) & table["finite"]]
+            spectra = [np.asarray(values, dtype=float) for values in rows["singular_values"]]
+            if spectra and len({len(values) for values in spectra}) == 1:
+                median = np.median(spectra, axis=0)
+                series.append(Series(np.arange(1, len(median) + 1), median, position))
+        if series:
+            shown = ", ".join(f"step {step}" for step in chosen)
+            panels.append(
+                draw(
+                    Panel(
+                        f"{name} singular values",
+                        f"singular values of W_{circuit} at {shown}",
+                        "index",
+                        "",
+                        series,
+                        x_integer=True,
+                    )
+                )
+            )
+    return [
+        {
+            "panels": panels,
+            "legend": [
+                {"swatch": swatch(position, dots=False), "label": f"step {step}"}
+                for position, step in enumerate(chosen)
+            ],
+        }
+    ]
+
+
+def _offset_panel(groups: list[_Group], style: dict[str, int]) -> Any:
+    """||W_QK|| of rotary models against the offset, over that at offset 0, at the last checkpoint."""
+    series = []
+    for group in groups:
+        rows = _last_rows(group.rows)
+        rows = rows[(rows["circuit"] == "QK") & rows["rotary_offsets"].notna()]
+        if rows.empty:
+            continue
+        offsets = np.asarray(rows["rotary_offsets"].iloc[0])
+        norms = np.stack([np.asarray(of_head, dtype=float) for of_head in rows["frobenius_norm_at_offsets"]])
+        with np.errstate(invalid="ignore"):
+            relative = norms[:, 1:] / norms[:, :1]
+        shown = relative[np.isfinite(relative).all(axis=1)]
+        if len(shown):
+            low, middle, high = np.quantile(shown, [0.25, 0.5, 0.75], axis=0)
+            series.append(Series(offsets[1:], middle, style[group.label], band=(low, high) if len(shown) > 1 else None))
+    if not series:
+        return None
+    return draw(
+        Panel(
+            title=f"{CIRCUITS['QK']} Frobenius norm, relative to offset 0",
+            description="Frobenius norm of W_QK at rotary offsets over that at offset 0, at the last checkpoint",
+            x_label="rotary offset",
+            y_label="",
+            series=series,
+            x_log=True,
+            levels=((1.0, "offset 0"),),
+        )
+    )
+
+
+def _last_rows(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["step"] == table["step"].max()]
+
+
+def _head_rows(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:
+    columns = {
+        "frobenius_norm": "Frobenius",
+        "spectral_norm": "spectral",
+        "stable_rank": "stable rank",
+        "effective_rank": "effective rank",
+        "omega_self": "rate of Ω",
+        "imbalance": "imbalance",
+        "agreement_rows_difference": "Ω with AAᵀ, difference",
+        "symmetric_share": "symmetric",
+        "copying_score": "copying",
+    }
+    rows = []
+    for label, table in tables.items():
+        for row in _last_rows(table).to_dict("records"):
+            cells = [number(row.get(column), 4) for column in columns]
+            rows.append(
+                {"run": label, **{key: row[key] for key in ("stack", "layer", "head", "circuit")}, "cells": cells}
+            )
+    return {"columns": list(columns.values()), "rows": rows[:_ROWS], "stacks": any(row["stack"] for row in rows)}
