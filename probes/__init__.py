@@ -1,13 +1,36 @@
-"""Live models: hooks for notebooks and training loops."""
+"""Probes that measure live models in notebooks and training loops, and learning rates for single circuits.
 
-from typing import TYPE_CHECKING, Any
+A probe adds hooks to your model, measures as the model runs, and removes its hooks when its block ends. Outputs,
+gradients and random numbers stay the same.
 
-from .attention.probe import AttentionProbe
-from .rates.circuit_rates import CircuitRates
-from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
-from .training.circuit_probe import CircuitProbe
+    from qkov.probes import AttentionProbe, CircuitProbe, CircuitRates
+
+    with AttentionProbe(model, relevant=tokens == 7) as probe:  # every head's attention
+        model(tokens)
+    probe.table()
+
+    circuits = CircuitProbe(model, store="my-store", every=100)  # W_QK and W_OV as the model trains
+    circuits.step(loss)  # after optimizer.step(), before the gradients are set to zero
+
+    with CircuitRates(optimizer, model, qk=30.0):  # W_Q and W_K learn 30 times as fast
+        train()
+
+The names in groups:
+
+    Attention               AttentionProbe
+    Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers)
+    Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
+"""
+
+from typing import TYPE_CHECKING
+
+from ..circuits.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from .attention.probe import AttentionProbe
+    from .rates.circuit_rates import CircuitRates
+    from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
+    from .training.circuit_probe import CircuitProbe
     from .training.trainer_callback import CircuitProbeCallback
 
 __all__ = [
@@ -19,11 +42,4 @@ __all__ = [
     "circuit_parameter_groups",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load what needs transformers when it is asked for."""
-    if name == "CircuitProbeCallback":
-        from .training.trainer_callback import CircuitProbeCallback
-
-        return CircuitProbeCallback
-    raise AttributeError(f"module {__name__} has no attribute {name}")
+__getattr__, __dir__ = lazy_face(__name__)

@@ -1,8 +1,28 @@
-"""Circuits over training: tracking and the run store."""
+"""Circuits over training: a run's checkpoints are measured into a store that can be resumed and read by other tools.
 
-from .one_table import circuit_table
-from .store import RunStore
-from .tracking import Tracked, track
-from .view import TaskDirections
+    from qkov.analyses.trajectories import RunStore, circuit_table, track
+
+    tracked = track("checkpoints/", "my-store")  # measures what the store does not yet hold
+    table = RunStore("my-store").table()  # pandas: one row for each step, stack, layer, head and circuit
+    circuit_table(model)  # the same columns for one model in memory or one open checkpoint
+
+The names in groups:
+
+    Measuring runs          track, Tracked, TaskDirections (a direction for each circuit to compare with)
+    Reading what is stored  RunStore
+    One model               circuit_table
+"""
+
+from typing import TYPE_CHECKING
+
+from ...circuits.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .one_table import circuit_table
+    from .store import RunStore
+    from .tracking import Tracked, track
+    from .view import TaskDirections
 
 __all__ = ["RunStore", "TaskDirections", "Tracked", "circuit_table", "track"]
+
+__getattr__, __dir__ = lazy_face(__name__)

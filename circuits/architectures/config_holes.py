@@ -19,8 +19,8 @@ from collections.abc import Mapping as Dictionary
 from typing import Any
 
 from ..errors import CallError
-from .mapping import named
 from .stated_facts import FACTS, UNKNOWN
+from .tensor_names import named
 
 Config = Dictionary[str, Any]
 _ABSENT = object()

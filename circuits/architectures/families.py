@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from .mapping import named
+from .tensor_names import named
 
 _FAMILIES = files(__name__.rpartition(".")[0]).joinpath("families")
 

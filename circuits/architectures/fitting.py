@@ -9,7 +9,8 @@ from ..errors import CallError, QkovError
 from ..weights.attention_weights import AttentionWeights
 from .families import architectures
 from .layouts import LAYOUTS, TARGETS, arrange_layer, axes, count_heads, joins_heads
-from .mapping import Mapping, Names, named, parse_mapping
+from .mapping import Mapping, Names, parse_mapping
+from .tensor_names import named
 
 #: What a family's file says of a stack that is no part of its mapping.
 _OF_RECOGNITION = ("cases", "config_in", "beside", "not_under", "number_of_layers")

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import CallError, QkovError
 from .layouts import LAYOUTS, SCORES_IN, TARGETS, axes, joins_heads
 from .stated_facts import FACTS, UNKNOWN, StatedFacts
+from .tensor_names import named, template_pattern
 
 #: Tensors that may be there or not: biases, the norm in front of attention, the norms of queries and keys, the tables
 #: [position, dims] by which positions rotate.
@@ -114,23 +115,6 @@ class Mapping:
         """The names that are of a template, each with the numbers that stand in it."""
         pattern = re.compile(f"(?P<name>{template_pattern(self.full_name(template))})")
         return [match.groupdict() for name in names if (match := pattern.fullmatch(name))]
-
-
-def template_pattern(template: str) -> str:
-    """Return the regular expression of a name with {layer} and, maybe, {inner} or {head} in it."""
-    escaped = re.escape(template)
-    for index in ("layer", "inner", "head"):
-        hole = rf"\{{{index}\}}"
-        escaped = escaped.replace(hole, rf"(?P<{index}>\d+)", 1).replace(hole, f"(?P={index})")
-    return escaped
-
-
-def named(template: str, names: Iterable[str]) -> list[re.Match[str]]:
-    """Return the names that the template fits, whatever prefix stands before them."""
-    pattern = re.compile(r"(?:(?P<prefix>.+)\.)?" + template_pattern(template))
-    # Most names end otherwise, which is told much faster.
-    end = template.rpartition("}")[2]
-    return [match for name in names if name.endswith(end) and (match := pattern.fullmatch(name))]
 
 
 def read_mapping(path: Path | str) -> Mapping:

@@ -12,8 +12,9 @@ from .config_holes import Config, cases, filled, look_up
 from .families import Architecture, architecture_of, architectures, skipped, skipped_layers, unsupported
 from .fitting import fitting_families, needs_heads, placed, prefixes_of, weight_names
 from .layouts import TARGETS, count_heads, width_of_model
-from .mapping import Mapping, Names, named, seen
+from .mapping import Mapping, Names, seen
 from .stated_facts import UNKNOWN
+from .tensor_names import named
 
 #: What configs call the width of the residual stream.
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
