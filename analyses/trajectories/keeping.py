@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ...circuits.checkpoints.files import CheckpointFiles
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.storage.address import place_of
 from ...circuits.storage.kept import KeptPlace
@@ -36,14 +37,16 @@ def folder_for_keeping(checkpoints: Iterable[Checkpoint]) -> Iterator[Path | Non
                 _kept_in(around).rename(Path(around.name) / "no longer kept")
 
 
-def place_to_read(checkpoint: Checkpoint, folder: Path | None) -> KeptPlace | str:
-    """Return what to open to read a checkpoint, so that what is fetched of it is kept in the folder where one is given.
+def files_to_read(checkpoint: Checkpoint, folder: Path | None) -> CheckpointFiles:
+    """Return the files to open to read a checkpoint.
 
-    None is given where all lie on this machine, and those are opened as ever.
+    Args:
+        checkpoint: The checkpoint.
+        folder: The folder in which to keep what is fetched, or None to keep nothing.
     """
     if folder is None:
-        return checkpoint.address
-    return KeptPlace(place_of(checkpoint.address), folder / str(checkpoint.step))
+        return checkpoint.files
+    return checkpoint.files.converted(lambda place: KeptPlace(place, folder / str(checkpoint.step)))
 
 
 def drop_all_but(folder: Path, steps: set[int]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.reading.options import ReadingOptions
-from .keeping import place_to_read
+from .keeping import files_to_read
 from .measuring import checkpoint_rows, composition_columns
 from .store import RunStore
 from .view import Opened, TaskDirections, View
@@ -32,8 +32,8 @@ class OpenedLast:
     def open(self, checkpoint: Checkpoint) -> Opened:
         """Return a checkpoint, opened now or before."""
         if checkpoint.step not in self.held:
-            place = place_to_read(checkpoint, self.kept_in)
-            self.held[checkpoint.step] = Opened(checkpoint, self.options.open(place))
+            files = files_to_read(checkpoint, self.kept_in)
+            self.held[checkpoint.step] = Opened(checkpoint, self.options.open(files))
         return self.held[checkpoint.step]
 
 

@@ -16,7 +16,7 @@ from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace
 from ..versions import versions
 from .engines import Engine, WorkerLostError, engine_named
-from .keeping import drop_all_but, folder_for_keeping, place_to_read
+from .keeping import drop_all_but, files_to_read, folder_for_keeping
 from .store import RunStore
 from .sweep import Measurement
 from .view import TaskDirections, View
@@ -109,7 +109,7 @@ def track(
     fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
     with folder_for_keeping(checkpoints) as kept_in:
         # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
-        first = options.open(place_to_read(checkpoints[0], kept_in))
+        first = options.open(files_to_read(checkpoints[0], kept_in))
         view.demand_possible(first, first.file.address)
         target.describe(
             {

@@ -2,174 +2,227 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ..errors import CallError, QkovError
 from ..storage.address import place_of
 from ..storage.hub import revisions_of
 from ..storage.places import Place
-from .folders import Contents, contents_of, nothing_in
-from .opening import weights_at
+from .files import TRAINER_STATE, CheckpointFiles, files_at, files_beside
+from .folders import Contents, Folder, contents_of, no_checkpoint_in
 from .sharded_file import read_index
-from .sidecars import TRAINER_STATE, global_step, read_config, sidecars_of
+from .sidecars import global_step, read_config
 from .step_names import marked_step, steps_of
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights of a training run at a step; nothing of them is read yet.
+    """The weights of a training run at one step, located but not yet read.
 
     Attributes:
-        step: of training.
-        address: a path or an fsspec address, of a file or a folder.
+        step: The training step.
+        address: A path or an fsspec address of a file or folder.
+        known_files: The files of the checkpoint, if they were found already; `files` finds them otherwise.
     """
 
     step: int
     address: str
+    known_files: CheckpointFiles | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
         """The last part of the address."""
         return place_of(self.address).name
 
-    def fingerprint(self) -> str:
-        """Return a hash that changes when one of its files does: weights, config, state of the trainer.
+    @cached_property
+    def files(self) -> CheckpointFiles:
+        """The weights, the config and the trainer's state of the checkpoint, found at most once.
 
         Raises:
-            QkovError: a file is missing or cannot be read.
+            CallError: There is nothing at the address.
+            QkovError: The address holds no weights that can be read, or cannot be reached.
         """
-        weights = weights_at(place_of(self.address))
-        places, folder = [weights], weights.parent
-        if folder is not None:
-            if weights.name.endswith(".index.json"):
-                places += [folder.child(shard) for shard in sorted(set(read_index(weights).values()))]
-            places += sidecars_of(folder, weights.name).places
+        return self.known_files or files_at(place_of(self.address))
+
+    def fingerprint(self) -> str:
+        """Return a hash that changes when one of the checkpoint's files does: weights, config or trainer's state.
+
+        Raises:
+            QkovError: A file is missing or cannot be read.
+        """
+        weights = self.files.weights
+        places = [weights]
+        if weights.parent is not None and weights.name.endswith(".index.json"):
+            places += [weights.parent.child(shard) for shard in sorted(set(read_index(weights).values()))]
+        places += self.files.sidecars
         return hashlib.blake2b(json.dumps([place.stamp() for place in places]).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Run:
-    """The checkpoints of a training run in the order of their steps, and what of it is no checkpoint.
+    """The checkpoints of a training run in the order of their steps, and what was left out.
 
     Attributes:
-        checkpoints: at least one.
-        left_out: why, by the name of the file or folder.
+        checkpoints: At least one checkpoint.
+        left_out: The reason for each file or folder that was left out, by its name.
     """
 
     checkpoints: list[Checkpoint]
     left_out: dict[str, str]
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A checkpoint whose step is not known yet."""
+
+    name: str
+    place: Place
+    files: CheckpointFiles | None = None
+
+    def at(self, step: int) -> Checkpoint:
+        return Checkpoint(step, self.place.address, self.files)
+
+
 def find_checkpoints(run: Path | str, revisions: str | None = None) -> list[Checkpoint]:
-    """Return the checkpoints of a run in the order of their steps; `find_run` says what was left out as well."""
+    """Find the checkpoints of a training run, in the order of their steps.
+
+    A run is a single file, a model's folder, a folder of files or of checkpoint folders, or a model on the hub with
+    one revision for each step.
+
+    Args:
+        run: A path, an fsspec address, or a hub id `organisation/model@revision`.
+        revisions: A pattern for the revisions of a model on the hub that are the checkpoints, such as `step*`.
+
+    Returns:
+        At least one checkpoint. Files and folders that are not checkpoints are left out.
+
+    Raises:
+        CallError: There is no such run, it holds no checkpoint, the names do not tell the steps, or two checkpoints
+            have the same step.
+        QkovError: The run cannot be read as it is, or its address cannot be reached.
+    """
     return find_run(run, revisions).checkpoints
 
 
 def find_run(run: Path | str, revisions: str | None = None) -> Run:
-    """Find the checkpoints of a run: one file, the folder of a model, a folder of files or of folders, or revisions.
+    """Find the checkpoints of a run as `find_checkpoints` does, and say what was left out.
 
     Args:
-        run: a path, an fsspec address, or a hub id `organisation/model@revision`.
-        revisions: which revisions of a model on the hub are the checkpoints, such as `step*`.
+        run: A path, an fsspec address, or a hub id `organisation/model@revision`.
+        revisions: A pattern for the revisions of a model on the hub that are the checkpoints, such as `step*`.
+
+    Returns:
+        The checkpoints in order, and the reason for each file or folder that was left out.
 
     Raises:
-        CallError: there is no such run, it holds no checkpoint, the names do not tell the steps, or two have the same
-            one.
-        QkovError: what it holds cannot be read as it is, or its place cannot be reached.
+        CallError: There is no such run, it holds no checkpoint, the names do not tell the steps, or two checkpoints
+            have the same step.
+        QkovError: The run cannot be read as it is, or its address cannot be reached.
     """
     if revisions is not None:
-        return _in_order(revisions_of(str(run), revisions), str(run), {})
+        # The files of a revision are found when they are needed: there may be hundreds of revisions.
+        candidates = [_Candidate(name, place) for name, place in revisions_of(str(run), revisions)]
+        return _in_order(candidates, str(run), {})
     place = place_of(run)
     if place.is_folder():
-        return _run_of_folder(place)
+        return _run_in(Folder(place))
     if place.is_file():
-        return Run([Checkpoint(_step_of_file(place), place.address)], {})
+        return Run([_lone_file(place, None if place.parent is None else Folder(place.parent))], {})
     raise CallError(f"{place} does not exist; expected a folder of checkpoints, or one checkpoint")
 
 
-def _run_of_folder(folder: Place) -> Run:
+def _run_in(folder: Folder) -> Run:
     contents = contents_of(folder)
-    members, left_out = _members(contents)
+    members, left_out = _members(folder, contents)
     if members:
-        left_out |= dict.fromkeys((place.name for place in contents.loose), "lies beside folders of checkpoints")
-        run = _in_order([(member.name, member) for member in members], str(folder), left_out)
-        return run if contents.weights is None else _with_final(run, folder, contents.weights.name)
+        left_out |= dict.fromkeys((place.name for place in contents.loose), "is beside folders of checkpoints")
+        run = _in_order(members, str(folder.place), left_out)
+        return run if contents.weights is None else _with_final(run, folder, contents.weights)
     if contents.weights is not None:
-        return Run([Checkpoint(_step_of(folder) or 0, folder.address)], left_out)
+        step = _step_of(folder) or 0
+        return Run([Checkpoint(step, folder.place.address, files_beside(contents.weights, folder))], left_out)
     if contents.refusal is not None:
         raise QkovError(contents.refusal)
     if len(contents.loose) == 1:
-        return Run([Checkpoint(_step_of_file(contents.loose[0]), contents.loose[0].address)], left_out)
+        return Run([_lone_file(contents.loose[0], folder)], left_out)
     if contents.loose:
-        return _in_order([(place.name, place) for place in contents.loose], str(folder), left_out)
+        loose = [_Candidate(place.name, place, files_beside(place, folder)) for place in contents.loose]
+        return _in_order(loose, str(folder.place), left_out)
     if left_out:
         name, why = next(iter(left_out.items()))
-        raise QkovError(f"{folder} holds no checkpoint that can be read: {name} {why}")
-    raise CallError(nothing_in(folder, contents))
+        raise QkovError(f"{folder.place} holds no checkpoint that can be read: {name} {why}")
+    raise CallError(no_checkpoint_in(folder))
 
 
-def _members(contents: Contents) -> tuple[list[Place], dict[str, str]]:
-    """The folders that are checkpoints of a run, and why others are none that look as if they were."""
-    found: list[Place] = []
+def _members(run: Folder, contents: Contents) -> tuple[list[_Candidate], dict[str, str]]:
+    """Return the folders that are checkpoints of a run, and why others that look like checkpoints are not."""
+    members: list[_Candidate] = []
     left_out: dict[str, str] = {}
-    for folder in contents.folders:
-        marked = marked_step(folder.name) is not None
+    for folder in run.subfolders:
+        name = folder.place.name
+        marked = marked_step(name) is not None
         if contents.weights is not None and not marked:
-            # A model's own folder has folders of other things, such as another format of the same weights.
+            # A model's own folder contains folders of other things, such as another format of the same weights.
             continue
-        if folder.name.startswith("tmp-"):
-            left_out[folder.name] = "is unfinished"
+        if name.startswith("tmp-"):
+            left_out[name] = "is unfinished"
             continue
         inner = contents_of(folder)
         if inner.weights is not None or len(inner.loose) == 1:
-            found.append(folder)
+            members.append(_Candidate(name, folder.place, files_beside(inner.weights or inner.loose[0], folder)))
         elif inner.loose:
-            left_out[folder.name] = f"holds {len(inner.loose)} files of weights, and nothing says which counts"
+            left_out[name] = f"holds {len(inner.loose)} files of weights, and nothing says which one counts"
         elif inner.refusal is not None:
-            left_out[folder.name] = f"cannot be read: {inner.refusal}"
+            left_out[name] = f"cannot be read: {inner.refusal}"
         elif marked:
-            left_out[folder.name] = "holds no weights (yet)"
-    return found, left_out
+            left_out[name] = "holds no weights (yet)"
+    return members, left_out
 
 
-def _in_order(named: list[tuple[str, Place]], where: str, left_out: dict[str, str]) -> Run:
-    by_step: dict[int, tuple[str, Place]] = {}
-    steps = steps_of([name for name, _ in named], where)
-    for (name, place), step in zip(named, steps, strict=True):
+def _in_order(candidates: list[_Candidate], where: str, left_out: dict[str, str]) -> Run:
+    by_step: dict[int, _Candidate] = {}
+    steps = steps_of([candidate.name for candidate in candidates], where)
+    for candidate, step in zip(candidates, steps, strict=True):
         if step is None:
-            left_out[name] = "has no step in its name, and others have"
+            left_out[candidate.name] = "has no step in its name, unlike others"
         elif step in by_step:
-            raise CallError(f"{by_step[step][0]} and {name} in {where} are both of step {step}; keep one of them")
+            raise CallError(
+                f"{by_step[step].name} and {candidate.name} in {where} are both of step {step}; keep one of them"
+            )
         else:
-            by_step[step] = name, place
-    return Run([Checkpoint(step, by_step[step][1].address) for step in sorted(by_step)], left_out)
+            by_step[step] = candidate
+    return Run([by_step[step].at(step) for step in sorted(by_step)], left_out)
 
 
-def _with_final(run: Run, folder: Place, weights: str) -> Run:
-    """The model above its checkpoints is the last one, if its step is known and is none of theirs."""
+def _with_final(run: Run, folder: Folder, weights: Place) -> Run:
+    """Add the model in the run's own folder if its step is known and no other checkpoint has it."""
     step, checkpoints = _trainer_step(folder), run.checkpoints
     if step is None:
-        return Run(checkpoints, run.left_out | {weights: f"no {TRAINER_STATE} says of which step it is"})
+        return Run(checkpoints, run.left_out | {weights.name: f"has no {TRAINER_STATE} that says its step"})
     if step in {checkpoint.step for checkpoint in checkpoints}:
-        return Run(checkpoints, run.left_out | {weights: f"is of step {step}, which has a folder of its own"})
-    return Run(sorted([*checkpoints, Checkpoint(step, folder.address)], key=lambda each: each.step), run.left_out)
+        return Run(checkpoints, run.left_out | {weights.name: f"is of step {step}, which has a folder of its own"})
+    final = Checkpoint(step, folder.place.address, files_beside(weights, folder))
+    return Run(sorted([*checkpoints, final], key=lambda checkpoint: checkpoint.step), run.left_out)
 
 
-def _step_of(folder: Place) -> int | None:
-    """The step of the model of a folder: by the folder's name, else by its trainer's state."""
-    marked = marked_step(folder.name)
+def _lone_file(file: Place, folder: Folder | None) -> Checkpoint:
+    """Return the checkpoint of a single file; its own name says the step, or else its folder does."""
+    step = marked_step(file.name)
+    if step is None and folder is not None:
+        step = _step_of(folder)
+    if step is None:
+        step = steps_of([file.name], file.address)[0] or 0
+    return Checkpoint(step, file.address, files_beside(file, folder))
+
+
+def _step_of(folder: Folder) -> int | None:
+    """Return the step of the model in a folder, from the folder's name or else from the trainer's state."""
+    marked = marked_step(folder.place.name)
     return marked if marked is not None else _trainer_step(folder)
 
 
-def _step_of_file(file: Place) -> int:
-    """The step of a file that is alone: by its own name where that has a word for it, else by its folder."""
-    step = marked_step(file.name)
-    if step is None and file.parent is not None:
-        step = _step_of(file.parent)
-    return steps_of([file.name], file.address)[0] or 0 if step is None else step
-
-
-def _trainer_step(folder: Place) -> int | None:
-    state = folder.child(TRAINER_STATE)
-    return global_step(read_config(state)) if state.is_file() else None
+def _trainer_step(folder: Folder) -> int | None:
+    state = folder.file(TRAINER_STATE)
+    return None if state is None else global_step(read_config(state))

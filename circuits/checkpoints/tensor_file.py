@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..errors import QkovError
 
+#: What the names of files of weights end in.
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+
 #: A value that stands beside the tensors of a file: n_head, a loss, the name of an activation.
 Plain = bool | int | float | str
 

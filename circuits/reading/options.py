@@ -6,6 +6,7 @@ from typing import Any
 
 from ..architectures.mapping import Mapping
 from ..architectures.recognition import Recognised, recognise
+from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
 from ..checkpoints.wrapped_names import unwrapped
@@ -25,7 +26,7 @@ class ReadingOptions:
     prefix: str | None = None
     trust_pickle: bool = False
 
-    def open(self, address: Path | str | Place) -> OpenCheckpoint:
+    def open(self, address: Path | str | Place | CheckpointFiles) -> OpenCheckpoint:
         """Open a checkpoint so.
 
         Raises:

@@ -157,13 +157,12 @@ class RemotePlace(Place):
         Where it says nothing, of the file's first and last 64 KiB.
         """
         with self.told():
-            info = self.system.info(self.path)
+            info = self._info = self.system.info(self.path)
         signs = {sign: str(info[sign]) for sign in _SIGNS if info.get(sign)}
         digest = hashlib.blake2b(f"{info.get('size')} {sorted(signs.items())}".encode(), digest_size=16)
         if not signs:
-            size = info.get("size") or 0
-            digest.update(self.read_bytes(0, min(size, BLOCK)))
-            digest.update(self.read_bytes(max(0, size - BLOCK), size))
+            for block in self._ends():
+                digest.update(block)
         return digest.hexdigest()
 
     @contextmanager
@@ -189,6 +188,12 @@ class RemotePlace(Place):
                 f"{self.address} cannot be read ({reason(error)}): check the address and the connection, "
                 f"or copy it here and give the path of the copy{self.hint}"
             ) from error
+
+    def _ends(self) -> tuple[bytes, bytes]:
+        """Return the first and the last 64 KiB of the file; a file that fits into one block is read once."""
+        size = self.size() or 0
+        first = self.read_bytes(0, min(size, BLOCK))
+        return first, first if size <= BLOCK else self.read_bytes(size - BLOCK, size)
 
     def _not_found(self, error: FileNotFoundError) -> QkovError:
         return NotThereError(f"{self.address} does not exist ({reason(error)}){self.hint}")

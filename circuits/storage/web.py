@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from ..errors import QkovError, reason
-from .places import BLOCK, Place
+from .places import Place
 from .remote import NotThereError, RemotePlace
 
 #: The end of the address of a file; a server does not say which of its paths are folders.
@@ -51,10 +51,9 @@ class WebPlace(RemotePlace):
 
         Most servers say no more than the second of the last change.
         """
-        size = self.size() or 0
         digest = hashlib.blake2b(super().stamp().encode(), digest_size=16)
-        digest.update(self.read_bytes(0, min(size, BLOCK)))
-        digest.update(self.read_bytes(max(0, size - BLOCK), size))
+        for block in self._ends():
+            digest.update(block)
         return digest.hexdigest()
 
     def _not_found(self, error: FileNotFoundError) -> QkovError:

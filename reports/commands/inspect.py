@@ -29,7 +29,7 @@ def inspect(
     found = find_run(checkpoint, revisions)
     named = None if mapping is None else read_mapping(mapping)
     options = ReadingOptions(named, family, heads, prefix, trust_pickle)
-    facts = inspect_checkpoint(options.open(found.checkpoints[-1].address))
+    facts = inspect_checkpoint(options.open(found.checkpoints[-1].files))
     facts["steps"] = [each.step for each in found.checkpoints]
     facts["left_out"] = found.left_out
     if as_json:

@@ -11,7 +11,6 @@ import torch
 from qkov.analyses.trajectories import RunStore, keeping, track
 from qkov.circuits import Checkpoint, QkovError, find_checkpoints
 from qkov.circuits.architectures.mapping import parse_mapping
-from qkov.circuits.storage.address import place_of
 from qkov.circuits.storage.remote import RemotePlace
 from safetensors.torch import save_file
 
@@ -187,7 +186,7 @@ def test_who_reads_after_the_end_puts_nothing_there(run, temporary):
     with serving(run.parent) as (address, _):
         checkpoint = Checkpoint(10, f"{address}/run/step_10.safetensors")
         with keeping.folder_for_keeping([checkpoint]) as folder:
-            place = place_of(keeping.place_to_read(checkpoint, folder))
+            place = keeping.files_to_read(checkpoint, folder).weights
             content = place.read_bytes(0, 100)
             assert len(list((folder / "10").iterdir())) == 2
         assert list(temporary.iterdir()) == []

@@ -51,7 +51,7 @@ def test_a_folder_that_holds_no_run(tmp_path):
     (tmp_path / "step_3.pt").touch()
     run = find_run(tmp_path)
     assert [checkpoint.step for checkpoint in run.checkpoints] == [3]
-    assert run.left_out == {"final.pt": "has no step in its name, and others have"}
+    assert run.left_out == {"final.pt": "has no step in its name, unlike others"}
     (tmp_path / "step_03.pt").touch()
     with pytest.raises(CallError, match="both of step 3"):
         find_checkpoints(tmp_path)
@@ -105,7 +105,7 @@ def test_the_folders_of_a_trainer_are_in_numerical_order(tmp_path):
     assert run.left_out == {
         "checkpoint-2000": "holds no weights (yet)",
         "tmp-checkpoint-3000": "is unfinished",
-        "best": "has no step in its name, and others have",
+        "best": "has no step in its name, unlike others",
     }
 
 
@@ -182,7 +182,7 @@ def test_files_beside_folders_of_checkpoints_are_left_out_and_said(tmp_path):
     weights(tmp_path, "best.pt")
     run = find_run(tmp_path)
     assert [checkpoint.step for checkpoint in run.checkpoints] == [5]
-    assert run.left_out == {"best.pt": "lies beside folders of checkpoints"}
+    assert run.left_out == {"best.pt": "is beside folders of checkpoints"}
 
 
 def test_one_refused_checkpoint_is_left_out_and_of_a_run_of_them_the_first_reason_is_given(tmp_path):

@@ -107,7 +107,7 @@ def test_part_of_a_model_is_told_as_such(served, kept):
     save_file({"a": torch.ones(1)}, served / "model-00001-of-00002.safetensors")
     with serving(served) as (address, _):
         file = opened(f"{address}/model-00001-of-00002.safetensors", kept)
-    assert "this file is one of 2 of a model" in str(file.partial)
+    assert "this file is one of 2 shards of a model" in str(file.partial)
 
 
 def test_a_torch_file_is_copied_once(served, kept):

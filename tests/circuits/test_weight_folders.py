@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from qkov.circuits import CallError, QkovError, open_checkpoint
-from qkov.circuits.checkpoints.folders import contents_of, weights_of
+from qkov.circuits.checkpoints.folders import Folder, contents_of, weights_of
 from qkov.circuits.checkpoints.opening import open_weights
 from qkov.circuits.storage.places import LocalPlace
 from safetensors.torch import save_file
@@ -64,7 +64,8 @@ def test_one_file_of_a_model_says_that_it_is_not_all_of_it(tmp_path):
     opened = next(found for file in files if (found := _opened(file)) is not None)
     assert len(opened.layer_keys) < 3
     assert opened.skipped == {
-        "other files": f"this file is one of {len(files)} of a model: give its folder, or its index, for all layers"
+        "other files": f"this file is one of {len(files)} shards of a model; "
+        "give the folder or the index to read all layers"
     }
     assert open_checkpoint(tmp_path).skipped == {}
 
@@ -159,20 +160,21 @@ def test_the_surest_weights_of_a_folder_count(tmp_path, first):
     for name in companions:
         (tmp_path / name).touch()
     (tmp_path / "runs").mkdir()
-    contents = contents_of(LocalPlace(tmp_path))
+    folder = Folder(LocalPlace(tmp_path))
+    contents = contents_of(folder)
     assert contents.weights is not None
     assert contents.weights.name == ORDER[first]
-    assert weights_of(LocalPlace(tmp_path)).name == ORDER[first]
-    assert [folder.name for folder in contents.folders] == ["runs"]
+    assert weights_of(Folder(LocalPlace(tmp_path))).name == ORDER[first]
+    assert [inner.place.name for inner in folder.subfolders] == ["runs"]
 
 
 def test_the_only_other_file_counts(tmp_path):
     for name in ("optimizer.pt", "training_args.bin", "my_weights.ckpt"):
         (tmp_path / name).touch()
-    assert weights_of(LocalPlace(tmp_path)).name == "my_weights.ckpt"
+    assert weights_of(Folder(LocalPlace(tmp_path))).name == "my_weights.ckpt"
     (tmp_path / "more.pt").touch()
     with pytest.raises(QkovError, match=r"holds 2 files of weights \(more.pt, my_weights.ckpt .*give the path of one"):
-        weights_of(LocalPlace(tmp_path))
+        weights_of(Folder(LocalPlace(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -184,10 +186,10 @@ def test_the_only_other_file_counts(tmp_path):
         ([".metadata", "__0_0.distcp"], r"python -m torch.distributed.checkpoint.format_utils dcp_to_torch \S+ OUT.pt"),
         (["zero_to_fp32.py", "latest", "global_step5/x"], r"python (\S+)/zero_to_fp32.py \1 OUT"),
         (["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"], r"zero_to_fp32.py \S+ OUT"),
-        (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "in 2 parts .*convert_llama_weights_to_hf.py"),
+        (["consolidated.00.pth", "consolidated.01.pth", "params.json"], "in 2 parts, .*convert_llama_weights_to_hf.py"),
         (["mp_rank_00/model_optim_rng.pt"], "Megatron's parts"),
-        (["model-00001-of-00003.safetensors"], "no model.safetensors.index.json .* copy that as well"),
-        (["pytorch_model-00001-of-00003.bin", "x.pt"], "no pytorch_model.bin.index.json .* copy that as well"),
+        (["model-00001-of-00003.safetensors"], "no model.safetensors.index.json, .* copy it as well"),
+        (["pytorch_model-00001-of-00003.bin", "x.pt"], "no pytorch_model.bin.index.json, .* copy it as well"),
         (["model.fp16.safetensors", "model.fp32.safetensors"], "several variants of one model"),
         (["model-q4.gguf"], "GGUF weights"),
         (["flax_model.msgpack"], "Flax weights"),

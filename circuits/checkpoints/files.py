@@ -1,0 +1,89 @@
+"""The files that make up a checkpoint: its weights, the model's config and the trainer's state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import CallError
+from ..storage.places import Place
+from .folders import Folder, weights_of
+from .step_names import marked_step
+from .tensor_file import SUFFIXES
+
+TRAINER_STATE = "trainer_state.json"
+_CONFIGS = ("config.json", "params.json", "model_config.yaml", "lit_config.json")
+#: Weights in a library's own format go with the config of that format, whatever else is beside them.
+_CONFIGS_OF = {
+    "lit_model.pth": ("model_config.yaml", "lit_config.json"),
+    "consolidated.00.pth": ("params.json",),
+    "consolidated.safetensors": ("params.json",),
+}
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The places of a checkpoint's files, so that nobody has to look for them a second time.
+
+    Attributes:
+        weights: The file or index of the weights.
+        config: The file with the model's dimensions, if there is one.
+        trainer_state: The trainer's state, if there is one.
+    """
+
+    weights: Place
+    config: Place | None = None
+    trainer_state: Place | None = None
+
+    @property
+    def sidecars(self) -> list[Place]:
+        """The files beside the weights."""
+        return [place for place in (self.config, self.trainer_state) if place is not None]
+
+    def converted(self, convert: Callable[[Place], Place]) -> "CheckpointFiles":
+        """Return the same files with each place replaced by what `convert` returns for it."""
+        config, state = (place and convert(place) for place in (self.config, self.trainer_state))
+        return CheckpointFiles(convert(self.weights), config, state)
+
+
+def files_at(place: Place) -> CheckpointFiles:
+    """Find the files of the checkpoint at a place: a file of weights, an index, or a model's folder.
+
+    Raises:
+        CallError: There is nothing at the place.
+        QkovError: The folder holds no weights that can be read, or the place cannot be reached.
+    """
+    if place.is_folder():
+        folder = Folder(place)
+        return files_beside(weights_of(folder), folder)
+    if not place.is_file():
+        raise CallError(
+            f"{place} is not a file and not a folder; expected a file that ends in {', '.join(SUFFIXES)}, or a folder"
+        )
+    return files_beside(place, None if place.parent is None else Folder(place.parent))
+
+
+def files_beside(weights: Place, folder: Folder | None) -> CheckpointFiles:
+    """Find the config and the trainer's state that belong to some weights.
+
+    The config of a run may also be in the folder above, if the folder of the weights is that of a step.
+
+    Args:
+        weights: The file or index of the weights.
+        folder: The folder that holds the weights.
+
+    Returns:
+        The weights together with the files found.
+
+    Raises:
+        QkovError: The folder cannot be reached.
+    """
+    if folder is None:
+        return CheckpointFiles(weights)
+    names = _CONFIGS_OF.get(weights.name, _CONFIGS)
+    config = _first_file(folder, names)
+    if config is None and folder.parent is not None and marked_step(folder.place.name) is not None:
+        config = _first_file(folder.parent, names)
+    return CheckpointFiles(weights, config, folder.file(TRAINER_STATE))
+
+
+def _first_file(folder: Folder, names: tuple[str, ...]) -> Place | None:
+    return next((place for name in names if (place := folder.file(name)) is not None), None)

@@ -1,0 +1,117 @@
+"""The reasons why weights that exist cannot be read as they are, and what the user can do about each."""
+
+import json
+import re
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+from ..errors import QkovError
+from ..storage.places import Place
+
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(safetensors|bin)")
+_VARIANT = re.compile(r"(model|pytorch_model)\.[\w\-]+\.(safetensors|bin)")
+
+#: File names of other libraries' weights, and how to convert them to a format that can be read.
+_FOREIGN = {
+    "*.gguf": "GGUF weights: use transformers' from_pretrained(FOLDER, gguf_file=NAME), then save_pretrained(OUT)",
+    "*.msgpack": "Flax weights: save them as safetensors with a version of transformers that has from_flax=True (4.x)",
+    "*.h5": "TensorFlow weights: save them as safetensors with a version of transformers that has from_tf=True (4.x)",
+    "*.ckpt.index": ("TensorFlow weights: save them as safetensors with transformers' conversion script for the model"),
+    "*.onnx": "an ONNX graph: expected the weights from which it was exported",
+}
+
+
+def foreign_format(name: str) -> str | None:
+    """Return which other library's weights a file of this name holds and how to convert them, or None."""
+    return next((why for pattern, why in _FOREIGN.items() if fnmatch(name, pattern)), None)
+
+
+def partial_weights(name: str) -> str | None:
+    """Return a sentence for a file whose name says that it is one shard of several, or None for any other file."""
+    shard = _SHARD.fullmatch(name)
+    if shard is None or int(shard[2]) < 2:
+        return None
+    return f"this file is one of {int(shard[2])} shards of a model; give the folder or the index to read all layers"
+
+
+def unreadable_collection(folder: Place, names: list[str]) -> str | None:
+    """Return what a folder holds if it is an adapter or another program's parts of a model, or None.
+
+    Args:
+        folder: The folder.
+        names: The names of its entries.
+
+    Raises:
+        QkovError: The configuration of an adapter is damaged.
+    """
+    return next((why for collection in _COLLECTIONS if (why := collection(folder, names))), None)
+
+
+def parts_without_index(names: list[str]) -> str | None:
+    """Return what a folder holds if its files of weights are no models by themselves, or None."""
+    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
+    if shards:
+        index = f"{shards[0][1]}.{shards[0][3]}.index.json"
+        return f"shards of a model, such as {shards[0][0]}, but no {index}, which says what each holds; copy it as well"
+    ranks = [name for name in names if re.fullmatch(r"consolidated\.\d\d\.pth", name)]
+    if len(ranks) > 1:
+        return (
+            f"a model in {len(ranks)} parts, one for each device ({ranks[0]}, {ranks[1]} ...); merge them with "
+            f"transformers' convert_llama_weights_to_hf.py"
+        )
+    variants = [name for name in names if _VARIANT.fullmatch(name)]
+    if len(variants) > 1:
+        return f"several variants of one model ({', '.join(variants)}); give the path of one of them"
+    return None
+
+
+def foreign_weights(names: list[str]) -> str | None:
+    """Return which other library's weights a folder holds, or None."""
+    return next((why for name in names if (why := foreign_format(name))), None)
+
+
+def _adapter(folder: Place, names: list[str]) -> str | None:
+    if not any(name == "adapter_config.json" or fnmatch(name, "adapter_model.*") for name in names):
+        return None
+    base = "its base model"
+    if "adapter_config.json" in names:
+        place = folder.child("adapter_config.json")
+        try:
+            base = json.loads(place.read_bytes()).get("base_model_name_or_path") or base
+        except (ValueError, AttributeError, RecursionError) as error:
+            raise QkovError(f"{place} is damaged: expected the JSON of an adapter; copy it again") from error
+    return (
+        f"a PEFT adapter, which is not a model by itself; merge it into {base} with peft's "
+        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(OUT)"
+    )
+
+
+def _deepspeed(folder: Place, names: list[str]) -> str | None:
+    whole, step = folder, ""
+    if "zero_to_fp32.py" not in names:
+        if not any(fnmatch(name, "*_optim_states.pt") or fnmatch(name, "*_model_states.pt") for name in names):
+            return None
+        # DeepSpeed writes its script into the folder that contains the folders of the steps.
+        whole, step = folder.parent or folder, f" --tag {folder.name}"
+    return f"DeepSpeed's parts of a model; merge them with `python {whole}/zero_to_fp32.py {whole} OUT{step}`"
+
+
+def _distributed(folder: Place, names: list[str]) -> str | None:
+    inner = sorted(name for name in names if fnmatch(name, "pytorch_model_fsdp_*"))
+    if inner:
+        return f"FSDP's parts of a model; merge them with `accelerate merge-weights {folder.child(inner[0])} OUT`"
+    if any(name.endswith(".distcp") for name in names):
+        return (
+            f"a distributed checkpoint of torch; merge it with "
+            f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} OUT.pt`"
+        )
+    return None
+
+
+def _megatron(_folder: Place, names: list[str]) -> str | None:
+    if any(re.fullmatch(r"mp_rank_\d\d(_\d+)*", name) for name in names):
+        return "Megatron's parts of a model; convert it to transformers' format with Megatron-LM's own tools"
+    return None
+
+
+_COLLECTIONS: tuple[Callable[[Place, list[str]], str | None], ...] = (_adapter, _deepspeed, _distributed, _megatron)
