@@ -27,7 +27,7 @@ def test_every_public_name_is_what_its_module_defines(name):
         value = getattr(face, public)
         assert getattr(face, public) is value
         assert not isinstance(value, types.ModuleType), public
-        assert getattr(value, "__name__", public) == public
+        assert getattr(value, "__name__", public) in (public, "Literal")
 
 
 @pytest.mark.parametrize("name", FACES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from qkov.circuits.architectures.mapping import parse_mapping
-from qkov.reports.commands.inspection_text import families_lines
+from qkov.reports.commands.families import families_lines
 from qkov.reports.commands.main import app, run
 from typer.main import get_command
 

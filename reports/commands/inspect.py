@@ -1,17 +1,20 @@
-"""The commands that say what is recognised: `qkov inspect` and `qkov families`."""
+"""The command `qkov inspect`."""
 
 from typing import Annotated
 
 import typer
 
-from .options import Family, Heads, Json, Map, Prefix, Revisions, TrustPickle, print_json
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle
+from .output import print_json
+from .requirements import demand_supported
 
 
 def inspect(
     checkpoint: Annotated[
-        str, typer.Argument(help="A checkpoint, or a folder of them (the last one is opened): path, URL or hub id.")
+        str,
+        typer.Argument(help="A checkpoint, or a folder of checkpoints (the last is opened): path, URL or hub id."),
     ],
-    mapping: Map = None,
+    mapping: MappingFile = None,
     family: Family = None,
     heads: Heads = None,
     prefix: Prefix = None,
@@ -19,40 +22,32 @@ def inspect(
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
-    """What was found in a file or folder, and what would be measured."""
+    """Show what a checkpoint contains and how it is read.
+
+    Prints the tensors that were recognised, their layouts, and the circuits that qkov track would measure. Nothing is
+    written.
+    """
+    demand_supported("torch", "safetensors", "fsspec")
+
     from ...circuits.architectures.mapping import read_mapping
     from ...circuits.checkpoints.runs import find_run
     from ...circuits.reading.inspection import inspect_checkpoint
     from ...circuits.reading.options import ReadingOptions
     from .inspection_text import inspection_lines
 
-    found = find_run(checkpoint, revisions)
-    named = None if mapping is None else read_mapping(mapping)
-    options = ReadingOptions(named, family, heads, prefix, trust_pickle)
-    facts = inspect_checkpoint(options.open(found.checkpoints[-1].files))
-    facts["steps"] = [each.step for each in found.checkpoints]
-    facts["left_out"] = found.left_out
+    run = find_run(checkpoint, revisions)
+    options = ReadingOptions(None if mapping is None else read_mapping(mapping), family, heads, prefix, trust_pickle)
+    facts = inspect_checkpoint(options.open(run.checkpoints[-1].files))
+    steps = [each.step for each in run.checkpoints]
     if as_json:
-        print_json(facts)
+        print_json({**facts, "steps": steps, "left_out": run.left_out})
         return
-    steps = facts["steps"]
     print(
         f"{checkpoint}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
         + f" to {steps[-1]}" * (len(steps) > 1)
     )
-    for name, reason in found.left_out.items():
+    for name, reason in run.left_out.items():
         print(f"left out {name}: {reason}")
     print(f"opened {facts['address']}: {facts['tensors']} tensors")
     for line in inspection_lines(facts):
-        print(line)
-
-
-def families(as_json: Json = False) -> None:
-    """The families of models that are recognised, and what is named and skipped."""
-    from .inspection_text import families_facts, families_lines
-
-    if as_json:
-        print_json(families_facts())
-        return
-    for line in families_lines():
         print(line)

@@ -1,44 +1,15 @@
-"""What `qkov inspect` found, in lines for a person to read."""
+"""The result of `qkov inspect` as lines of text."""
 
 import json
 import math
 from typing import Any
-
-from ...circuits.architectures.families import architectures, unsupported
-
-
-def families_facts() -> dict[str, Any]:
-    """Return the families, and the kinds of attention that are named and skipped, as JSON can hold them."""
-    return {
-        "families": [
-            {"family": each.key, "title": each.title, "model_types": list(each.model_types)}
-            for each in architectures().values()
-        ],
-        "skipped": [
-            {"title": each.title, "model_types": list(each.model_types), "reason": each.reason}
-            for each in unsupported()
-        ],
-    }
-
-
-def families_lines() -> list[str]:
-    """Return the lines of a Markdown table of the families, and of a list of what is skipped."""
-    facts = families_facts()
-    lines = ["| family | models | model_type of their config |", "|---|---|---|"]
-    for each in facts["families"]:
-        types = ", ".join(f"`{name}`" for name in each["model_types"]) or "told by tensor names"
-        lines.append(f"| `{each['family']}` | {each['title']} | {types} |")
-    lines += ["", "Named and skipped, never guessed:", ""]
-    lines += [f"- {each['title']}: {each['reason']}." for each in facts["skipped"]]
-    return lines
-
 
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 _POSITIONS = {"alibi": "ALiBi", "relative": "a relative bias on the scores", "absolute": "absolute", "none": "none"}
 
 
 def inspection_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the lines for the facts that `inspect_checkpoint` gave; layers that are alike are told once."""
+    """Return the lines for the facts that `inspect_checkpoint` returned; layers that are alike share their lines."""
     lines = [f"recognised {facts['recognised']}"]
     for stack in facts["stacks"]:
         if stack["stack"]:
@@ -49,7 +20,9 @@ def inspection_lines(facts: dict[str, Any]) -> list[str]:
             lines += [f"    {line}" for line in _layer_lines(layer)]
     lines += [f"skipped {what}: {reason}" for what, reason in facts["skipped"].items()]
     if facts["scalars"]:
-        lines.append("carried along: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items()))
+        lines.append(
+            "saved beside the weights: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items())
+        )
     return lines
 
 
@@ -67,7 +40,7 @@ def _alike(layers: list[dict[str, Any]]) -> list[tuple[list[int], dict[str, Any]
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Numbers of layers, with runs of them shortened."""
+    """Name layers by their numbers, and shorten consecutive ones to a range."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -90,23 +63,23 @@ def _layer_lines(layer: dict[str, Any]) -> list[str]:
         kind = (
             f"factors of inner width {circuit['rank_bound']}" if circuit["factorized"] else "collapsed, without factors"
         )
-        lines.append(f"W_{name}: {circuit['rows']} x {circuit['columns']} a head, {kind}, {circuit['dtype']}")
+        lines.append(f"W_{name}: {circuit['rows']} x {circuit['columns']} per head, {kind}, {circuit['dtype']}")
     lines.append("; ".join(_scores(layer)))
     lines.append(_norm(layer))
     if layer["query_key_norm"] is not None:
         norm = layer["query_key_norm"]
         over = "over each head" if norm["over"] == "head" else "over all heads together"
         lines.append(
-            f"queries and keys are normalised ({_NORMS.get(norm['kind'], 'how is not told,')} {over}): "
-            "the scale of W_QK does not reach the scores, its directions do"
+            f"queries and keys are normalised ({_NORMS.get(norm['kind'], 'in an unknown way,')} {over}): "
+            "the scale of W_QK does not affect the scores, but its directions do"
         )
     if layer["biases"]:
-        lines.append(f"biases {', '.join(layer['biases'])}, which no circuit holds")
+        lines.append(f"biases {', '.join(layer['biases'])}: read, but part of no circuit")
     facts = layer["facts"]
     if facts["used_by"] > 1:
-        lines.append(f"these weights serve {facts['used_by']} layers")
+        lines.append(f"{facts['used_by']} layers use these same weights")
     if facts["unknown"]:
-        lines.append(f"not told: {', '.join(facts['unknown'])}")
+        lines.append(f"unknown: {', '.join(facts['unknown'])}")
     return lines
 
 
@@ -114,7 +87,7 @@ def _scores(layer: dict[str, Any]) -> list[str]:
     facts = layer["facts"]
     found = []
     if facts["cross"]:
-        found.append("cross-attention, keys and values read another stack")
+        found.append("cross-attention: keys and values are read from another stack")
     elif facts["causal"] is not None:
         found.append("causal" if facts["causal"] else "bidirectional")
     found.append(_positions(facts))
@@ -122,7 +95,7 @@ def _scores(layer: dict[str, Any]) -> list[str]:
         scale = "1/sqrt(d_head)" if facts["score_scale"] is None else f"{facts['score_scale']:.6g}"
         found.append(f"scores times {scale} (left out of W_QK)")
     if facts["soft_cap"] is not None:
-        found.append(f"scores capped softly at {facts['soft_cap']:g}")
+        found.append(f"scores soft-capped at {facts['soft_cap']:g}")
     if facts["clip_qkv"] is not None:
         found.append(f"queries, keys and values clipped at {facts['clip_qkv']:g}")
     if facts["sinks"]:
@@ -135,9 +108,9 @@ def _scores(layer: dict[str, Any]) -> list[str]:
 def _positions(facts: dict[str, Any]) -> str:
     rotary = facts["rotary"]
     if rotary is None:
-        return f"positions {_POSITIONS.get(facts['positions'], 'not told')}"
+        return f"positions {_POSITIONS.get(facts['positions'], 'unknown')}"
     if rotary["frequencies"] is None:
-        return f"rotary positions ({rotary['pairing']}), frequencies not known: W_QK at offset 0 only"
+        return f"rotary positions ({rotary['pairing']}), frequencies unknown: W_QK is measured at offset 0 only"
     slowest = 2 * math.pi / min(rotary["frequencies"])
     return (
         f"rotary positions, {rotary['dims']} dimensions in pairs ({rotary['pairing']}), "
@@ -147,12 +120,12 @@ def _positions(facts: dict[str, Any]) -> str:
 
 def _norm(layer: dict[str, Any]) -> str:
     if layer["stored_basis"] != "raw":
-        return f"basis {layer['stored_basis']}: the weights come so"
+        return f"basis {layer['stored_basis']}: the weights are stored in it"
     if "norm" in layer["facts"]["unknown"]:
-        return "the norm in front of attention is not known: basis raw only"
+        return "the norm in front of attention is unknown: only the raw basis is available"
     if layer["norm"] is None:
-        return "no norm in front of attention: the folded basis is the raw one"
+        return "no norm in front of attention: the folded basis equals the raw basis"
     parts = [part for part in ("gain", "bias") if layer["norm"][part]]
-    return f"{_NORMS[layer['norm']['kind']]} in front, " + (
+    return f"{_NORMS[layer['norm']['kind']]} in front of attention, " + (
         f"with {' and '.join(parts)}" if parts else "without a gain"
     )

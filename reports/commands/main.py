@@ -1,37 +1,68 @@
-"""The command `qkov`: thin over the library, one clear line for whatever goes wrong."""
+"""The command `qkov`: a thin layer over the library that answers every failure with one clear line."""
 
 import errno
 import sys
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from ...circuits.errors import CallError, QkovError
 from .explain import explain
-from .inspect import families, inspect
+from .families import families
+from .inspect import inspect
+from .predict import predict
 from .report import report
-from .theory import predict, reproduce
+from .reproduce import reproduce
 from .track import track
 
 app = typer.Typer(
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="The query-key and output-value circuits of trained transformers, and how training made them.",
 )
-
 
 for command in (reproduce, predict, inspect, families, track, explain, report):
     app.command()(command)
 
+_INTERRUPTED = 130
+
+
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        from ...circuits.version import __version__
+
+        print(f"qkov {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def qkov(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Measure the query-key and output-value circuits of transformers, and how training makes them."""
+
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and leave with its status: 0 done, 1 the work failed, 2 the call was wrong."""
+    """Run the command line and exit with its status.
+
+    The status is 0 if all is done, 1 if the work failed, 2 if the call was wrong and 130 if it was interrupted.
+
+    Args:
+        arguments: What follows `qkov` on the command line; by default the arguments of this process.
+    """
     sys.exit(run(arguments))
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status; whatever goes wrong is one line on standard error."""
+    """Run the command line and return its exit status; report any failure in one line on standard error.
+
+    Args:
+        arguments: What follows `qkov` on the command line; by default the arguments of this process.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments:
         app(["--help"], standalone_mode=False, prog_name="qkov")
@@ -46,15 +77,14 @@ def run(arguments: list[str] | None = None) -> int:
         return _refuse(f"{error.format_message()} (qkov --help lists the commands)", error.exit_code)
     except OSError as error:
         where = f" ({error.filename2 or error.filename})" if error.filename else ""
-        more = "; make room and run the same command again" if error.errno == errno.ENOSPC else ""
-        return _refuse(f"{error.strerror or error}{where}: nothing is half written{more}", 1)
+        remedy = "; free some space and run the same command again" if error.errno == errno.ENOSPC else ""
+        return _refuse(f"{error.strerror or error}{where}; no file was left half written{remedy}", 1)
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    # Typer answers an interrupt with the same status.
     if status == _INTERRUPTED:
-        return _refuse("interrupted; nothing is half written: run the same command again to finish", 1)
+        return _refuse("interrupted; no file was left half written; run the same command again to finish", status)
     return status if isinstance(status, int) else 0
-
-
-# What typer returns for Ctrl-C.
-_INTERRUPTED = 130
 
 
 def _refuse(message: str, status: int) -> int:

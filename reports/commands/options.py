@@ -1,46 +1,54 @@
-"""Options that several commands have, and what they print for programs."""
+"""Options that several commands have."""
 
-import json
-import math
-import shlex
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for a program to read.")]
-Map = Annotated[
-    Path | None, typer.Option("--map", help="TOML file that names the attention tensors, their layout and the heads.")
+from ...circuits.errors import CallError
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+MappingFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--map", help="TOML file that names the attention tensors, their layouts and the number of heads (a mapping)."
+    ),
 ]
 Family = Annotated[
-    str | None, typer.Option(help="Read as this family of models, in place of what would be recognised.")
+    str | None,
+    typer.Option(help="Read the checkpoint as this model family instead of recognising it; see qkov families."),
 ]
-Heads = Annotated[int | None, typer.Option(min=1, help="Query heads, where neither config nor shapes tell them.")]
-Prefix = Annotated[str | None, typer.Option(help="Of the tensor names, where they are there under several.")]
+Heads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of query heads, if it cannot be inferred from the config or the tensor shapes."),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(help="Prefix of the tensor names to read, if the same tensors are stored under several prefixes."),
+]
 Revisions = Annotated[
-    str | None, typer.Option(help="For a hub id: the revisions to take as checkpoints, such as 'step*'.")
+    str | None,
+    typer.Option(help="For a hub id: pattern of the revisions to read as checkpoints, such as 'step*'."),
 ]
 TrustPickle = Annotated[
-    bool, typer.Option("--trust-pickle", help="Let a PyTorch file run the code it names. Only for files you know.")
+    bool,
+    typer.Option(
+        "--trust-pickle", help="Allow a PyTorch file to run the code that it contains. Only use it on files you trust."
+    ),
 ]
 
 
-def print_json(result: Any) -> None:
-    """Print a result as JSON, which knows neither NaN nor infinity: null stands for a figure that is not defined."""
-    print(json.dumps(_without_nan(result), indent=1, allow_nan=False))
+def one_of(option: str, typed: str, known: tuple[str, ...]) -> str:
+    """Return the value of an option if it is one of the known values.
 
+    Args:
+        option: The option's name, without dashes.
+        typed: The value that was typed.
+        known: The values that the option can have.
 
-def command_as_typed() -> str:
-    """Return the command that is running, so that it can be pasted into a shell."""
-    return shlex.join(["qkov", *sys.argv[1:]])
-
-
-def _without_nan(result: Any) -> Any:
-    if isinstance(result, float) and not math.isfinite(result):
-        return None
-    if isinstance(result, dict):
-        return {key: _without_nan(value) for key, value in result.items()}
-    if isinstance(result, list):
-        return [_without_nan(value) for value in result]
-    return result
+    Raises:
+        CallError: The value is not known.
+    """
+    if typed not in known:
+        raise CallError(f"--{option} should be one of {', '.join(known)}; got {typed!r}")
+    return typed

@@ -1,33 +1,45 @@
-"""Progress of long work: a bar on a terminal, plain lines elsewhere, on standard error either way."""
+"""Progress of long work on standard error: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+#: Plain lines come at most this often, in seconds.
+_BETWEEN_LINES = 2.0
 
 
 class WorkProgress:
-    """A context in which `update` shows how far the work has come."""
+    """A context in which `update` shows how much of the work is done."""
 
     def __init__(self, work: str, quiet: bool = False) -> None:
-        """Name the work; quiet shows nothing."""
+        """Prepare the display.
+
+        Args:
+            work: The name of the work, shown in front of every update.
+            quiet: Show nothing at all.
+        """
         self.work = work
         self.quiet = quiet
-        self._console = Console(stderr=True)
         self._bar: Progress | None = None
         self._last_line = 0.0
 
     def __enter__(self) -> "WorkProgress":
-        """Start the bar where there is a terminal."""
-        if not self.quiet and self._console.is_terminal:
+        """Start the bar if standard error is a terminal."""
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        if not self.quiet and console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                console=self._console,
+                console=console,
                 transient=True,
             )
             self._bar.start()
@@ -37,18 +49,24 @@ class WorkProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the terminal as it was."""
+        """Stop the bar and leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, done: int, total: int, what: str) -> None:
-        """Show that `done` of `total` is done, and what it is at."""
+        """Show how much of the work is done.
+
+        Args:
+            done: How many parts are done.
+            total: How many parts there are.
+            what: What is being done now.
+        """
         if self.quiet:
             return
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=f"{self.work}: {what}")
             return
         now = time.monotonic()
-        if done >= total or now - self._last_line >= 2:
+        if done >= total or now - self._last_line >= _BETWEEN_LINES:
             self._last_line = now
             print(f"{self.work}: {done} of {total}, {what}", file=sys.stderr, flush=True)

@@ -5,19 +5,27 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, command_as_typed, print_json
+from .options import Json
+from .output import command_as_typed, print_json
+from .requirements import demand_supported
 
 
 def report(
     stores: Annotated[
-        list[Path], typer.Argument(help="Run stores, or one folder that `qkov reproduce` or `qkov explain` wrote.")
+        list[Path],
+        typer.Argument(help="One or more run stores, or one folder that qkov reproduce or qkov explain wrote."),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="HTML file; report.html in the store, or qkov-comparison.html for several.")
+        Path | None,
+        typer.Option(
+            help="HTML file to write. Default: report.html in the store; qkov-comparison.html for several stores."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Render a report again, or compare runs side by side."""
+    demand_supported("pandas", "pyarrow", "matplotlib", "jinja2")
+
     from ...analyses.attention.explanation.files import is_explanation, read_explanation
     from ...analyses.studies.reproduction import is_reproduction, open_reproduction
     from ...analyses.studies.tables import all_tables

@@ -5,30 +5,44 @@ from typing import Annotated
 
 import typer
 
-from .options import Family, Heads, Json, Map, Prefix, Revisions, TrustPickle, command_as_typed, print_json
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle
+from .output import command_as_typed, default_folder, print_json
+from .progress import WorkProgress
+from .requirements import demand_supported
 
 
 def track(
-    run: Annotated[str, typer.Argument(help="A folder of checkpoints, or one: path, URL or hub id.")],
-    mapping: Map = None,
+    run: Annotated[str, typer.Argument(help="A folder of checkpoints, or a single checkpoint: path, URL or hub id.")],
+    mapping: MappingFile = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the store and the report; qkov-NAME if not given.")
+        Path | None, typer.Option(help="Folder for the run store and the report. Default: qkov-NAME.")
     ] = None,
     basis: Annotated[
-        str, typer.Option(help="raw, folded (norms folded into the weights) or folded_centred (what is written, too).")
+        str,
+        typer.Option(
+            help="Basis of the circuits: raw, folded (norms folded into the weights) or folded_centred (what is "
+            "written to the residual stream is centred as well)."
+        ),
     ] = "raw",
     rotary_offset: Annotated[
-        int, typer.Option(help="Of W_QK of rotary models: position of the query less that of the key.")
+        int,
+        typer.Option(help="For rotary models: query position minus key position at which W_QK is measured."),
     ] = 0,
     composition: Annotated[
-        bool, typer.Option("--composition", help="Measure the composition scores of all pairs of heads as well.")
+        bool, typer.Option("--composition", help="Also measure the composition scores of all pairs of heads.")
     ] = False,
-    engine: Annotated[str, typer.Option(help="loky (processes of this machine), dask or ray.")] = "loky",
+    engine: Annotated[
+        str, typer.Option(help="What runs the workers: loky (processes on this machine), dask or ray.")
+    ] = "loky",
     workers: Annotated[
-        int | None, typer.Option(help="Of one thread each; one if not given, or all that a cluster has.")
+        int | None,
+        typer.Option(
+            help="Number of workers, each with one thread. Default: one, or all the workers that a cluster has."
+        ),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="Of the cluster: tcp://HOST:PORT for dask, HOST:PORT or auto for ray.")
+        str | None,
+        typer.Option(help="Address of the cluster: tcp://HOST:PORT for dask; HOST:PORT or auto for ray."),
     ] = None,
     family: Family = None,
     heads: Heads = None,
@@ -37,14 +51,18 @@ def track(
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
-    """Circuits over a run's checkpoints: a store that can be resumed, and its report."""
+    """Measure the circuits of a run over training.
+
+    Every checkpoint is measured into a run store, and a report is written. The same command resumes after an
+    interruption and measures only the checkpoints that are not yet in the store.
+    """
+    demand_supported("torch", "safetensors", "fsspec", "joblib", "pandas", "pyarrow", "matplotlib", "jinja2")
+
     from ...analyses.trajectories.tracking import track as track_run
     from ...circuits.architectures.mapping import read_mapping
     from ..pages.run_report import write_run_report
-    from .progress import WorkProgress
 
-    named = None if mapping is None else read_mapping(mapping)
-    out = _default_folder(run) if out is None else out
+    out = default_folder(run) if out is None else out
     with WorkProgress("track", quiet=as_json) as progress:
         tracked = track_run(
             run,
@@ -56,13 +74,13 @@ def track(
             workers=workers,
             address=address,
             revisions=revisions,
-            mapping=named,
+            mapping=None if mapping is None else read_mapping(mapping),
             family=family,
             heads=heads,
             prefix=prefix,
             trust_pickle=trust_pickle,
             progress=lambda done, total, step, new: progress.update(
-                done, total, f"step {step} {'measured' if new else 'was there'}"
+                done, total, f"step {step} {'measured' if new else 'already measured'}"
             ),
         )
     report = write_run_report([tracked.store], out / "report.html", command=command_as_typed())
@@ -70,16 +88,8 @@ def track(
         print_json({"store": str(out), "report": str(report), "measured": tracked.measured, "kept": tracked.kept})
         return
     new = len(tracked.measured)
-    print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} that were there")
+    print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} already measured")
     for name, reason in tracked.store.description()["left_out"].items():
         print(f"left out {name}: {reason}")
     print(f"store: {out}")
     print(f"report: {report}")
-
-
-def _default_folder(run: str) -> Path:
-    from ...circuits.checkpoints.folders import SUFFIXES
-    from ...circuits.storage.address import place_of
-
-    place = place_of(run)
-    return Path(f"qkov-{place.name.removesuffix(place.suffix) if place.suffix in SUFFIXES else place.name}")

@@ -13,7 +13,7 @@ from qkov.analyses.attention.explanation import explanation as explanation_modul
 from qkov.analyses.dynamics import Setting, exact_population
 from qkov.circuits import AttentionWeights
 from qkov.circuits.reading.saved_format import save_checkpoint
-from qkov.reports.commands.explain import TypedSettings, task_options
+from qkov.reports.commands.explain_options import ExplainOptions, task_options
 from qkov.reports.commands.main import run
 from qkov.reports.drawing.heat_maps import STRONGEST
 from qkov.reports.drawing.panels import COLOURS
@@ -214,7 +214,7 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
         (["gpt2", "agreement", "--cuts", "500"], "cuts are different shares", 2),
         (["gpt2", "agreement", "--removal", "mask", "--limit", "4", "--tokenizer", "no"], "no tokeniser at no", 1),
         (["gpt2", "agreement", "--removal", "shred"], "--removal should be one of delete, mask, attention", 2),
-        (["gpt2", "agreement", "--convention", "theirs"], "--convention should be one of right, paper", 2),
+        (["gpt2", "agreement", "--convention", "theirs"], "--convention should be one of standard, paper", 2),
         (["gpt2", "squad", "--convention", "paper"], "squad has no paper convention", 2),
         (["gpt2", "agreement", "--convention", "paper", "--limit", "4"], "takes at most 32 tokens, got 128", 2),
         (["gpt2", "agreement", "--residual", "2"], "residual is a share", 2),
@@ -243,14 +243,14 @@ def test_an_interrupted_explanation_leaves_nothing(place, capsys, monkeypatch):
     monkeypatch.setattr(explanation_module, "faithfulness", interrupted)
     arguments = ["explain", "gpt2", "agreement", "--data", "pairs.json", "--out", "unmade", "--json"]
     assert refused(capsys, arguments) == (
-        1,
-        "qkov: interrupted; nothing is half written: run the same command again to finish",
+        130,
+        "qkov: interrupted; no file was left half written; run the same command again to finish",
     )
     assert not (place / "unmade").exists()
 
 
 def test_typed_settings_are_the_settings():
-    typed = TypedSettings("all", "5,50", "attention", "right", None, "max", "label", 3, 7, 100)
+    typed = ExplainOptions("all", "5,50", "attention", "standard", None, "max", "label", 3, 7, 100)
     settings = typed.settings("agreement", residual_stream=False)
     assert settings.methods[0] == "rollout"
     assert settings.methods[-1] == "random"
@@ -261,7 +261,7 @@ def test_typed_settings_are_the_settings():
     assert settings.perturbation.removal == "attention mask"
     assert (settings.target, settings.draws, settings.seed, settings.batch_tokens) == ("label", 3, 7, 100)
     assert typed.settings("agreement", residual_stream=True).rollout.residual == 0.5
-    paper = TypedSettings(None, None, "delete", "paper", None, "mean", "predicted", 5, 0, 100)
+    paper = ExplainOptions(None, None, "delete", "paper", None, "mean", "predicted", 5, 0, 100)
     assert paper.settings("hatexplain", residual_stream=True).paper_reading.pad_mask is False
     assert paper.settings("agreement", residual_stream=True).perturbation.convention == "paper"
 

@@ -1,0 +1,44 @@
+"""What the commands print for programs, how they quote themselves, and where they write by default."""
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def print_json(result: Any) -> None:
+    """Print a result as JSON. JSON has neither NaN nor infinity, so null stands for a value that is not defined."""
+    print(json.dumps(_without_nan(result), indent=1, allow_nan=False))
+
+
+def command_as_typed() -> str:
+    """Return the command that is running, quoted so that it can be pasted into a shell."""
+    return shlex.join(["qkov", *sys.argv[1:]])
+
+
+def default_folder(address: str, *more: str) -> Path:
+    """Return the folder that a command writes to by default: qkov-NAME, in the current folder.
+
+    Args:
+        address: The address of a checkpoint, a run or a model. NAME is its last part, without the suffix of a weight
+            file.
+        more: Further parts of the folder's name, such as the name of a task.
+    """
+    from ...circuits.checkpoints.folders import SUFFIXES
+    from ...circuits.storage.address import place_of
+
+    place = place_of(address)
+    name = place.name.removesuffix(place.suffix) if place.suffix in SUFFIXES else place.name
+    return Path("-".join(("qkov", name, *more)))
+
+
+def _without_nan(result: Any) -> Any:
+    if isinstance(result, float) and not math.isfinite(result):
+        return None
+    if isinstance(result, dict):
+        return {key: _without_nan(value) for key, value in result.items()}
+    if isinstance(result, list):
+        return [_without_nan(value) for value in result]
+    return result
