@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...circuits.errors import CallError, QkovError
+from ...circuits.errors import CallError, QkovError, reason
 from .sweep import Measurement, OpenedLast
 
 ENGINES = ("loky", "dask", "ray")
@@ -281,5 +281,6 @@ def _demand_answer(address: str) -> None:
 
 
 def _unreachable(what: str, address: str, error: Exception) -> QkovError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return QkovError(f"the {what} at {address} cannot be reached ({reason}); is it running, and is the address right?")
+    return QkovError(
+        f"the {what} at {address} cannot be reached ({reason(error)}); is it running, and is the address right?"
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...circuits.algebra.circuit import Circuit
-from ...circuits.algebra.measure import FACTOR_FIGURES, measure
+from ...circuits.algebra.measure import FACTOR_QUANTITIES, measure
 from ...circuits.algebra.threads import side_by_side
 from ...circuits.errors import QkovError
 from ...circuits.weights.attention_weights import AttentionWeights
@@ -21,7 +21,7 @@ from .view import Opened, TaskDirections, View
 ROTARY_OFFSETS = [0, *(2**power for power in range(11))]
 
 #: What belongs to the heads that share keys and values together, since training moves their factors together.
-GROUP_FIGURES = ("omega_largest", "omega_mean", "omega_self", *FACTOR_FIGURES)
+GROUP_FIGURES = ("omega_largest", "omega_mean", "omega_self", *FACTOR_QUANTITIES)
 
 
 def checkpoint_rows(

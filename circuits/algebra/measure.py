@@ -1,4 +1,4 @@
-"""Every figure that a checkpoint's weights give of a circuit, by name, from one factorization."""
+"""Every quantity of a circuit that follows from a checkpoint's weights, by name, from one factorization."""
 
 import torch
 from jaxtyping import Float64
@@ -10,20 +10,17 @@ from .preconditioner import Agreement, largest_rate, mean_rate, reduced_agreemen
 from .products import multiply, upcast
 from .spectrum import Reduction, ThinSVD, matrix_singular_values, matrix_svd
 
-#: Figures in the units of C.
+#: Quantities in the unit of C.
 _SIZES = ("frobenius_norm", "spectral_norm", "nuclear_norm", "omega_largest", "omega_mean", "omega_self")
-FACTOR_FIGURES = ("imbalance", *(f"agreement_{side}" for side in Agreement._fields))
-SYMMETRY_FIGURES = ("symmetric_share", "antisymmetric_share")
-EIGENVALUE_FIGURES = ("copying_score", "positive_eigenvalue_share")
+FACTOR_QUANTITIES = ("imbalance", *(f"agreement_{side}" for side in Agreement._fields))
+SYMMETRY_QUANTITIES = ("symmetric_share", "antisymmetric_share")
+EIGENVALUE_QUANTITIES = ("copying_score", "positive_eigenvalue_share")
 
 
 def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: bool = True) -> dict[str, Tensor]:
-    """Measure C = A B (or a collapsed C), p x q, with singular values s_1 >= s_2 >= ...
+    """Measure a circuit C = A B (or a collapsed C), p x q, with singular values s_1 >= s_2 >= ...
 
-    Each figure is a float64 tensor of the circuit's batch shape; `singular_values` alone has one dimension more.
-    Units: C for those marked C; the others are pure numbers.
-
-    | name | | formula |
+    | name | unit | formula |
     |---|---|---|
     | `singular_values` | C | s_1, s_2, ..., min(p, k, q) of them |
     | `frobenius_norm` | C | (sum s^2)^{1/2} |
@@ -42,51 +39,59 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
     | `symmetric_share` | | norm((C + C')/2)^2 / norm(C)^2 = (1 + tr(CC) / norm(C)^2) / 2 |
     | `antisymmetric_share` | | norm((C - C')/2)^2 / norm(C)^2 = (1 - tr(CC) / norm(C)^2) / 2 |
     | `copying_score` | | sum Re z / sum abs z over the eigenvalues z of C (Elhage et al. 2021) |
-    | `positive_eigenvalue_share` | | part of sum abs(Re z) that is on z with Re z > 0 |
+    | `positive_eigenvalue_share` | | share of sum abs(Re z) that comes from z with Re z > 0 |
     | `reference_scale` | C/R | <C, R> / <R, R>, the scale along R |
     | `reference_cosine` | | <C, R> / (norm(C) norm(R)) |
 
-    The two of the eigenvalues z are left out with `eigenvalues=False`, which saves about a third of the time for
-    k = 64; the last two are there when a `reference` R is given.
+    Quantities with the unit C have the unit of the circuit; the others are pure numbers.
 
-    NaN stands where a figure does not exist: imbalance and agreement of a collapsed circuit, which has no
-    factors; symmetry and eigenvalues when p is not q; ranks, shares, scores and cosines of a zero matrix (its
-    norms and rates are 0); and every figure of a matrix with NaN or infinite entries.
+    A quantity that does not exist is NaN: imbalance and agreement of a collapsed circuit, which has no factors;
+    symmetry and eigenvalues if p is not q; ranks, shares, scores and cosines of a zero matrix (its norms and rates are
+    0); and every quantity of a matrix with NaN or infinite entries.
+
+    Args:
+        circuit: The circuit C, of any batch shape.
+        reference: A circuit R of the same shape; with it, the last two quantities are returned too.
+        eigenvalues: Whether to compute the two quantities of the eigenvalues z. Without them the call takes about a
+            third less time for k = 64.
+
+    Returns:
+        Each quantity by name, a float64 tensor of the circuit's batch shape; `singular_values` has one dimension more.
 
     Raises:
-        CallError: the reference has not the circuit's shape.
+        CallError: The reference does not have the circuit's shape.
     """
     if reference is not None:
         circuit.demand_shape(reference.shape, "measure: the reference")
     circuit, reduction, of_left, of_right = circuit.reduction_in_range()
     exponent = of_left + of_right
-    # A collapsed circuit has no factors to compare with, and can do without singular vectors.
+    # A collapsed circuit has no factors to compare with and needs no singular vectors.
     core = None if circuit.right is None else matrix_svd(reduction.core)
     s = matrix_singular_values(reduction.core) if core is None else core.values
     square = circuit.shape[-2] == circuit.shape[-1]
     missing = torch.full_like(s[..., 0], torch.nan)
 
-    figures = _spectral_figures(s, circuit.shape)
-    norm = figures["frobenius_norm"]
+    values = _of_spectrum(s, circuit.shape)
+    norm = values["frobenius_norm"]
     if core is None:
-        figures |= dict.fromkeys(FACTOR_FIGURES, missing)
+        values |= dict.fromkeys(FACTOR_QUANTITIES, missing)
     else:
-        figures |= _factor_figures(reduction, core, of_left - of_right)
+        values |= _of_factors(reduction, core, of_left - of_right)
     matrix = _with_its_eigenvalues(circuit) if square else None
-    figures |= dict.fromkeys(SYMMETRY_FIGURES, missing) if matrix is None else _symmetry_figures(matrix, norm)
+    values |= dict.fromkeys(SYMMETRY_QUANTITIES, missing) if matrix is None else _of_symmetry(matrix, norm)
     if eigenvalues:
-        figures |= dict.fromkeys(EIGENVALUE_FIGURES, missing) if matrix is None else _eigenvalue_figures(matrix)
+        values |= dict.fromkeys(EIGENVALUE_QUANTITIES, missing) if matrix is None else _of_eigenvalues(matrix)
     if reference is not None:
-        figures |= _reference_figures(circuit, norm, reference, exponent)
+        values |= _along_reference(circuit, norm, reference, exponent)
 
     finite = s.isfinite().all(-1)
-    figures |= {name: times_power_of_two(figures[name], exponent) for name in _SIZES}
-    figures = {name: torch.where(finite, figure, torch.nan) for name, figure in figures.items()}
-    of_each = exponent if isinstance(exponent, int) else exponent[..., None]
-    return {"singular_values": times_power_of_two(s, of_each), **figures}
+    values |= {name: times_power_of_two(values[name], exponent) for name in _SIZES}
+    values = {name: torch.where(finite, value, torch.nan) for name, value in values.items()}
+    of_values = exponent if isinstance(exponent, int) else exponent[..., None]
+    return {"singular_values": times_power_of_two(s, of_values), **values}
 
 
-def _spectral_figures(s: Float64[Tensor, "*batch rank"], shape: torch.Size) -> dict[str, Tensor]:
+def _of_spectrum(s: Float64[Tensor, "*batch rank"], shape: torch.Size) -> dict[str, Tensor]:
     norm, spectral, nuclear = torch.linalg.vector_norm(s, dim=-1), s[..., 0], s.sum(-1)
     return {
         "frobenius_norm": norm,
@@ -100,26 +105,26 @@ def _spectral_figures(s: Float64[Tensor, "*batch rank"], shape: torch.Size) -> d
     }
 
 
-def _factor_figures(reduction: Reduction, core: ThinSVD, exponent: Exponent) -> dict[str, Tensor]:
-    figures = (reduced_imbalance(reduction, exponent), *reduced_agreement(reduction, core, exponent))
-    return dict(zip(FACTOR_FIGURES, figures, strict=True))
+def _of_factors(reduction: Reduction, core: ThinSVD, exponent: Exponent) -> dict[str, Tensor]:
+    values = (reduced_imbalance(reduction, exponent), *reduced_agreement(reduction, core, exponent))
+    return dict(zip(FACTOR_QUANTITIES, values, strict=True))
 
 
-def _symmetry_figures(matrix: Float64[Tensor, "*batch n n"], norm: Float64[Tensor, "*batch"]) -> dict[str, Tensor]:
+def _of_symmetry(matrix: Float64[Tensor, "*batch n n"], norm: Float64[Tensor, "*batch"]) -> dict[str, Tensor]:
     trace = (matrix * matrix.mT).sum((-2, -1)) / norm.square()
-    return dict(zip(SYMMETRY_FIGURES, ((1 + trace) / 2, (1 - trace) / 2), strict=True))
+    return dict(zip(SYMMETRY_QUANTITIES, ((1 + trace) / 2, (1 - trace) / 2), strict=True))
 
 
-def _eigenvalue_figures(matrix: Float64[Tensor, "*batch n n"]) -> dict[str, Tensor]:
+def _of_eigenvalues(matrix: Float64[Tensor, "*batch n n"]) -> dict[str, Tensor]:
     finite = matrix.isfinite().all(-1).all(-1)
-    # LAPACK refuses a whole batch for one NaN; `measure` puts it back.
+    # LAPACK refuses a whole batch that contains one NaN; `measure` restores the NaN.
     values = torch.linalg.eigvals(matrix.masked_fill(~finite[..., None, None], 0.0))
     copying = values.real.sum(-1) / values.abs().sum(-1)
     positive = values.real.clamp_min(0).sum(-1) / values.real.abs().sum(-1)
-    return dict(zip(EIGENVALUE_FIGURES, (copying, positive), strict=True))
+    return dict(zip(EIGENVALUE_QUANTITIES, (copying, positive), strict=True))
 
 
-def _reference_figures(
+def _along_reference(
     circuit: Circuit, norm: Float64[Tensor, "*batch"], reference: Circuit, exponent: Exponent
 ) -> dict[str, Tensor]:
     reference, of_left, of_right = reference.in_range()
@@ -129,5 +134,5 @@ def _reference_figures(
 
 
 def _with_its_eigenvalues(circuit: Circuit) -> Float64[Tensor, "*batch n n"]:
-    """R L, whose nonzero eigenvalues, and so tr(CC), are those of C = L R; C itself when collapsed."""
+    """Return R L, which has the nonzero eigenvalues of C = L R and so its tr(CC); or C itself if it is collapsed."""
     return upcast(circuit.left) if circuit.right is None else multiply(circuit.right, circuit.left)

@@ -7,24 +7,39 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-#: Doubles converted at a time, four megabytes: they stay in cache, which halves the time of a product.
+#: The number of float64 entries converted at a time. These four megabytes stay in cache, which halves the time of a
+#: product.
 SCRATCH_ELEMENTS = 2**19
 
 
 def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
-    """The common batch shape; ValueError where there is none. torch's own function loads sympy when first called."""
+    """Return the common batch shape of several shapes.
+
+    torch's own function is avoided because it imports sympy on its first call.
+
+    Raises:
+        ValueError: The shapes do not broadcast.
+    """
     return torch.Size(np.broadcast_shapes(*shapes))
 
 
 def upcast(tensor: Float[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:
-    """The tensor in float64 without gradient; from MPS, which has no float64, on the CPU."""
+    """Return the tensor in float64 without gradient; a tensor on MPS, which has no float64, moves to the CPU."""
     return at_home(tensor).to(torch.float64)
 
 
 def multiply(
     first: Float[Tensor, "*#batch rows inner"], second: Float[Tensor, "*#batch inner columns"]
 ) -> Float64[Tensor, "*_ rows columns"]:
-    """first @ second in float64, converting a few matrices at a time."""
+    """Return first @ second in float64, converting a few matrices at a time.
+
+    Args:
+        first: A batch of matrices of any floating type.
+        second: A batch of matrices whose batch dimensions broadcast with those of `first`.
+
+    Returns:
+        The products, without gradient.
+    """
     first, second = at_home(first), at_home(second)
     if first.dtype == second.dtype == torch.float64:
         return first @ second
@@ -39,20 +54,20 @@ def multiply(
 
 
 def matrix_norm(matrix: Float64[Tensor, "*batch rows columns"]) -> Float64[Tensor, "*batch"]:
-    """||matrix||_F, also where the squares of the entries leave the range of float64; NaN where they are not finite."""
+    """Return ||matrix||_F, even if squares of the entries leave the range of float64; NaN if an entry is not finite."""
     largest = matrix.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(largest > 0, largest, 1.0)
     return torch.linalg.vector_norm(matrix / unit, dim=(-2, -1)) * unit[..., 0, 0]
 
 
 def at_home(tensor: Tensor) -> Tensor:
-    """The tensor without gradient, on a device that has float64."""
+    """Return the tensor without gradient, on a device that has float64."""
     tensor = tensor.detach()
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
 class _Blocks:
-    """A batch of matrices, a block at a time in float64, in scratch that stays in cache."""
+    """A batch of matrices, read as blocks in float64 in scratch memory that stays in cache."""
 
     def __init__(self, matrices: Tensor, step: int) -> None:
         self.matrices, self.step = matrices, step
@@ -74,27 +89,39 @@ def difference_factors(
     other_left: Float64[Tensor, "*#batch rows rank"],
     other_right: Float64[Tensor, "*#batch rank columns"],
 ) -> tuple[Float64[Tensor, "*_ rows twice_rank"], Float64[Tensor, "*_ twice_rank columns"]]:
-    """Factors of A B - M S = (A - M) B + M (B - S): [(A - M) t, M] and [B / t; B - S], t a power of two.
+    """Return factors of the difference of two products, A B - M S, without losing digits when the products are close.
 
-    Factors that are near each other differ exactly in floating point, so that a small difference of the products keeps
-    its digits, which [A, -M] and [B; S] would lose to rounding; of equal factors it is zero. With t the two terms weigh
-    the same, so that the norm can be read from Gram matrices.
+        A B - M S = (A - M) B + M (B - S) = [(A - M) t, M] [B / t; B - S],   t a power of two.
+
+    Factors that are near each other have an exact difference in floating point, so a small difference of the products
+    keeps its digits; [A, -M] and [B; S] would lose them to rounding. For equal factors the difference is zero. The
+    choice of t gives both terms the same weight, so that the norm can be computed from Gram matrices.
+
+    Args:
+        left: A [*batch, rows, rank].
+        right: B [*batch, rank, columns].
+        other_left: M [*batch, rows, rank].
+        other_right: S [*batch, rank, columns].
+
+    Returns:
+        The left factor [*batch, rows, 2 rank] and the right factor [*batch, 2 rank, columns].
     """
-    moved_left, moved_right = left - other_left, right - other_right
-    factors = (moved_left, other_left, right, moved_right)
-    moved, stayed, taken, moved_too = (each.abs().amax(dim=(-2, -1)) for each in factors)
+    left_change, right_change = left - other_left, right - other_right
+    moved, stayed, taken, moved_too = (
+        factor.abs().amax(dim=(-2, -1)) for factor in (left_change, other_left, right, right_change)
+    )
     rows, columns = stayed / moved, taken / moved_too
-    # Where one side has not moved its term is zero, and the other one is all that counts.
+    # If one side has not changed, its term is zero and only the other term counts.
     wanted = torch.where(moved == 0, columns, torch.where(moved_too == 0, rows, rows.sqrt() * columns.sqrt()))
     balance = torch.where((wanted > 0) & wanted.isfinite(), wanted.log2().round().exp2(), 1.0)[..., None, None]
     has_moved = ~((moved == 0) & (moved_too == 0))[..., None, None]
     return (
-        joined(moved_left * balance, other_left * has_moved, dim=-1),
-        joined(right / balance, moved_right, dim=-2),
+        joined(left_change * balance, other_left * has_moved, dim=-1),
+        joined(right / balance, right_change, dim=-2),
     )
 
 
 def joined(first: Tensor, second: Tensor, dim: int) -> Tensor:
-    """Two factors side by side (dim -1) or one above the other (dim -2), their batch dimensions broadcast."""
+    """Join two factors side by side (dim -1) or on top of each other (dim -2), broadcasting their batch dimensions."""
     batch = broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    return torch.cat([each.expand(*batch, *each.shape[-2:]) for each in (first, second)], dim=dim)
+    return torch.cat([factor.expand(*batch, *factor.shape[-2:]) for factor in (first, second)], dim=dim)

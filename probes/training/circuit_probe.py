@@ -31,7 +31,7 @@ class CircuitProbe:
 
     A row holds what `measure` gives of a layer, head and circuit; the change since the step that was logged before
     (`motion`, and the effective ratio r(t)); scale and cosine along the weights at the start, or along a task's
-    directions; and what `step_figures` says of the logged step itself, by its gradients: how near the preconditioner
+    directions; and what `measure_step` says of the logged step itself, by its gradients: how near the preconditioner
     Omega(C) comes to the step that plain gradient descent takes on the factors, and the step that the optimizer took.
 
     These last figures are of the parameters as they are trained: in no basis but their own, at rotary offset 0, with

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...analyses.trajectories.view import View
 from ...circuits.algebra.circuit import Circuit
-from ...circuits.algebra.step_figures import step_figures
+from ...circuits.algebra.factor_steps import measure_step
 from ...circuits.errors import QkovError
 from ...circuits.live.models import open_live
 from ...circuits.live.parameters import LiveParameters
@@ -98,7 +98,7 @@ class LiveModel:
         after, measured = self.factors(), {}
         for place, factors in before.items():
             of_product = self._is_of_product[place]
-            figures = step_figures(factors, gradients[place], after[place], of_product=of_product)
+            figures = measure_step(factors, gradients[place], after[place], of_product=of_product)
             # Those of a group stand in the rows of all its heads.
             times = self._heads[place[:2]] // factors.shape[0]
             measured[place] = {name: value.repeat_interleave(times).tolist() for name, value in figures.items()}

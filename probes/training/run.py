@@ -12,7 +12,7 @@ from ...analyses.trajectories.measuring import checkpoint_rows
 from ...analyses.trajectories.store import IDENTITY, LISTS
 from ...analyses.trajectories.view import Opened, TaskDirections, View
 from ...analyses.versions import versions
-from ...circuits.algebra.step_figures import STEP_FIGURES
+from ...circuits.algebra.factor_steps import STEP_QUANTITIES
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.source import LayersInMemory
@@ -128,7 +128,7 @@ class LiveRun:
 
     def _measured(self, now: Opened, figures: StepFigures) -> list[dict[str, Any]]:
         rows = checkpoint_rows(now, self._last, self._reference, self._directions, self._view, self._source)
-        missing: dict[str, Any] = dict.fromkeys(STEP_FIGURES)
+        missing: dict[str, Any] = dict.fromkeys(STEP_QUANTITIES)
         measured = []
         for row in rows:
             of_circuit = figures.get((row["stack"], row["layer"], row["circuit"]), {})

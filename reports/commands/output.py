@@ -26,7 +26,7 @@ def default_folder(address: str, *more: str) -> Path:
             file.
         more: Further parts of the folder's name, such as the name of a task.
     """
-    from ...circuits.checkpoints.folders import SUFFIXES
+    from ...circuits.checkpoints.tensor_file import SUFFIXES
     from ...circuits.storage.address import place_of
 
     place = place_of(address)

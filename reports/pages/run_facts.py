@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ...analyses.trajectories.store import RunStore
-from ...circuits.algebra.step_figures import LARGEST_DISAGREEMENT
+from ...circuits.algebra.factor_steps import LARGEST_DISAGREEMENT
 from .page import number
 
 #: Rows of each kind.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from qkov.circuits.algebra.step_figures import LARGEST_DISAGREEMENT, gradient_disagreement
+from qkov.circuits.algebra.factor_steps import LARGEST_DISAGREEMENT, gradient_disagreement
 from qkov.circuits.live.parameters import LiveParameters
 from qkov.circuits.weights.trained_factors import trained_circuits, without_product
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ import pytest
 import torch
 from qkov.analyses.trajectories import TaskDirections
 from qkov.circuits import CallError, Circuit, measure, open_model
-from qkov.circuits.algebra.step_figures import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
+from qkov.circuits.algebra.factor_steps import LARGEST_DISAGREEMENT, OMEGA_QUANTITIES, STEP_QUANTITIES
 from qkov.probes import CircuitProbe, CircuitRates
 
 from .circuit_models import Classifier, cosine, dense_omega, language_loss, language_model, loss_of
@@ -76,7 +76,7 @@ def test_every_logged_step_is_that_of_the_dense_products(optimizer, how):
         expected[step] = (before, model.factors(), gradients, float(loss.detach()))
     rows = probe.table()
     assert sorted(rows["step"].unique()) == [0, 2, 4]
-    assert rows[rows["step"] == 0][list(STEP_FIGURES)].isna().all(axis=None)
+    assert rows[rows["step"] == 0][list(STEP_QUANTITIES)].isna().all(axis=None)
     for row in rows[rows["step"] > 0].to_dict("records"):
         before, after, gradients, loss = expected[row["step"]]
         assert row["training_loss"] == loss
@@ -151,7 +151,7 @@ def test_a_loss_that_knows_the_factors_is_seen_by_their_gradients():
     probe.step()
     rows = probe.table().query("step == 1")
     assert (rows["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
-    assert rows[list(OMEGA_FIGURES)].isna().all(axis=None)
+    assert rows[list(OMEGA_QUANTITIES)].isna().all(axis=None)
     assert rows["taken_exact_cosine"].notna().all()
 
 
@@ -164,9 +164,9 @@ def test_frozen_weights_have_no_test():
     probe.step()
     rows = probe.table().query("step == 1")
     frozen = rows[rows["circuit"] == "OV"]
-    assert frozen[[name for name in STEP_FIGURES if name != "taken_step_norm"]].isna().all(axis=None)
+    assert frozen[[name for name in STEP_QUANTITIES if name != "taken_step_norm"]].isna().all(axis=None)
     assert (frozen["taken_step_norm"] > 0).all()
-    assert rows[rows["circuit"] == "QK"][list(STEP_FIGURES)].notna().all(axis=None)
+    assert rows[rows["circuit"] == "QK"][list(STEP_QUANTITIES)].notna().all(axis=None)
 
 
 def test_gradients_that_are_gone_are_asked_for_once():
@@ -178,7 +178,7 @@ def test_gradients_that_are_gone_are_asked_for_once():
         probe.step()
     probe.step()
     rows = probe.table()
-    assert rows[[name for name in STEP_FIGURES if name != "taken_step_norm"]].isna().all(axis=None)
+    assert rows[[name for name in STEP_QUANTITIES if name != "taken_step_norm"]].isna().all(axis=None)
     assert (rows[rows["step"] > 0]["taken_step_norm"] == 0).all()
 
 
@@ -197,7 +197,7 @@ def test_gradients_are_accumulated_and_scaled_by_whoever_does_so():
                 scaler.scale((loss_of(model, 0) + loss_of(model, 1)) / 2).backward()
             scaler.step(stepping)
         assert probe.steps == 1
-        figures.append(probe.table().query("step == 1")[list(STEP_FIGURES)].iloc[:, 1:])
+        figures.append(probe.table().query("step == 1")[list(STEP_QUANTITIES)].iloc[:, 1:])
     for other in figures[1:]:
         np.testing.assert_allclose(other, figures[0], rtol=1e-9)
 
@@ -220,7 +220,7 @@ def test_an_optimizer_that_computes_gradients_itself_is_followed():
             else:
                 closure()
                 stepping.step()
-        rows.append(probe.table()[list(STEP_FIGURES)])
+        rows.append(probe.table()[list(STEP_QUANTITIES)])
     np.testing.assert_array_equal(*rows)
 
 
@@ -342,7 +342,7 @@ def test_the_basis_is_that_of_the_figures_of_the_weights_alone():
         torch.optim.SGD(model.parameters(), 0.1).step()
         probe.step()
         tables.append(probe.table())
-    figures = list(STEP_FIGURES)
+    figures = list(STEP_QUANTITIES)
     np.testing.assert_array_equal(*(table[figures] for table in tables))
     assert (tables[0]["frobenius_norm"] != tables[1]["frobenius_norm"]).all()
 

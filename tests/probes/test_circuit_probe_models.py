@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from qkov.analyses.trajectories import RunStore
-from qkov.circuits.algebra.step_figures import LARGEST_DISAGREEMENT, OMEGA_FIGURES, STEP_FIGURES
+from qkov.circuits.algebra.factor_steps import LARGEST_DISAGREEMENT, OMEGA_QUANTITIES, STEP_QUANTITIES
 from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.probes import CircuitProbe
 from torch import nn
@@ -94,8 +94,8 @@ def test_rotary_positions_leave_the_step_and_take_omega():
         assert row["taken_exact_cosine"] == pytest.approx(1.0, abs=1e-9)
         assert row["taken_rate"] == pytest.approx(rate, rel=1e-5)
     of_qk, of_ov = rows[rows["circuit"] == "QK"], rows[rows["circuit"] == "OV"]
-    assert of_qk[list(OMEGA_FIGURES)].isna().all(axis=None)
-    assert of_ov[list(OMEGA_FIGURES)].notna().all(axis=None)
+    assert of_qk[list(OMEGA_QUANTITIES)].isna().all(axis=None)
+    assert of_ov[list(OMEGA_QUANTITIES)].notna().all(axis=None)
     assert (of_qk["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
     assert (of_ov["gradient_disagreement"] < 1e-12).all()
 
@@ -110,7 +110,7 @@ def test_omega_is_not_told_of_rotated_circuits_however_well_the_gradients_agree(
     probe.step()
     of_qk = probe.table().query("step == 1 and circuit == 'QK'")
     assert (of_qk["gradient_disagreement"] < 1e-10).all()
-    assert of_qk[list(OMEGA_FIGURES)].isna().all(axis=None)
+    assert of_qk[list(OMEGA_QUANTITIES)].isna().all(axis=None)
 
 
 def test_all_reasons_why_circuits_are_not_tested_are_in_the_store(tmp_path):
@@ -205,6 +205,6 @@ def test_a_circuit_that_is_trained_whole_has_no_test():
     torch.optim.SGD(model.parameters(), 0.1).step()
     probe.step()
     rows = probe.table().query("step == 1")
-    assert rows[rows["circuit"] == "QK"][list(STEP_FIGURES)].isna().all(axis=None)
-    assert rows[rows["circuit"] == "OV"][list(STEP_FIGURES)].notna().all(axis=None)
+    assert rows[rows["circuit"] == "QK"][list(STEP_QUANTITIES)].isna().all(axis=None)
+    assert rows[rows["circuit"] == "OV"][list(STEP_QUANTITIES)].notna().all(axis=None)
     assert (rows["change_norm"] > 0).all()

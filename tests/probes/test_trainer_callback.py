@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from qkov.circuits import CallError
-from qkov.circuits.algebra.step_figures import STEP_FIGURES
+from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
 from qkov.probes import CircuitProbeCallback
 
 from .circuit_models import language_model
@@ -58,7 +58,7 @@ def test_its_steps_are_the_trainer_s_whatever_it_accumulates(tmp_path):
         np.testing.assert_allclose(table[table["step"] > 0]["taken_rate"], RATE, rtol=0.05)
         assert (table[table["step"] > 0]["taken_exact_cosine"] > 0.999).all()
     np.testing.assert_allclose(
-        tables[0][list(STEP_FIGURES[1:])], tables[1][list(STEP_FIGURES[1:])], rtol=1e-6, atol=1e-9
+        tables[0][list(STEP_QUANTITIES[1:])], tables[1][list(STEP_QUANTITIES[1:])], rtol=1e-6, atol=1e-9
     )
 
 
@@ -85,7 +85,7 @@ def test_a_resumed_run_goes_on_where_the_trainer_does(tmp_path):
     with pytest.warns(UserWarning, match="goes on from step 3: its later steps were deleted, 2 of them"):
         trainer(tmp_path / "two", again).train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     found, wanted = (callback.probe.table() for callback in (again, straight))
-    same = ["step", "layer", "head", "circuit", "frobenius_norm", "change_norm", *STEP_FIGURES[1:]]
+    same = ["step", "layer", "head", "circuit", "frobenius_norm", "change_norm", *STEP_QUANTITIES[1:]]
     pd.testing.assert_frame_equal(found[same], wanted[same], rtol=1e-6)
 
 

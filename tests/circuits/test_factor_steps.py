@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import CallError, Circuit
-from qkov.circuits.algebra.step_figures import (
+from qkov.circuits.algebra.factor_steps import (
     LARGEST_DISAGREEMENT,
-    OMEGA_FIGURES,
-    STEP_FIGURES,
-    change,
+    OMEGA_QUANTITIES,
+    STEP_QUANTITIES,
     exact_step_of,
     gradient_disagreement,
+    measure_step,
     omega_factors,
-    step_figures,
 )
 
 RATE = 1e-3
@@ -84,8 +83,8 @@ def test_figures_are_those_of_the_dense_steps(kind):
     A, B = factors(kind)
     G_A, G_B, G = gradients_of(A, B)
     after = A - RATE * (G_A + 0.3 * drawn(*A.shape)), B - RATE * (G_B + 0.3 * drawn(*B.shape))
-    figures = step_figures(Circuit(A, B), Circuit(G_A, G_B), Circuit(*after))
-    assert tuple(figures) == STEP_FIGURES
+    figures = measure_step(Circuit(A, B), Circuit(G_A, G_B), Circuit(*after))
+    assert tuple(figures) == STEP_QUANTITIES
     exact, omega = dense_exact(A, B, G), dense_omega(A @ B, G)
     taken = after[0] @ after[1] - A @ B
     flat = {"exact": exact.flatten(1), "omega": omega.flatten(1), "taken": taken.flatten(1)}
@@ -117,7 +116,7 @@ def test_omega_is_the_exact_step_where_the_factors_balance(size):
     scale = size * torch.tensor([1.0, 0.5, 0.1, 0.01], dtype=torch.float64).diag().sqrt()
     A, B = left @ scale @ rotation, rotation.mT @ scale @ right.mT
     G_A, G_B, _ = gradients_of(A, B)
-    figures = step_figures(Circuit(A, B), Circuit(G_A, G_B), Circuit(A - RATE * G_A, B - RATE * G_B))
+    figures = measure_step(Circuit(A, B), Circuit(G_A, G_B), Circuit(A - RATE * G_A, B - RATE * G_B))
     torch.testing.assert_close(figures["omega_cosine"], torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-10)
     assert (figures["omega_relative_error"] < 1e-10).all()
 
@@ -129,8 +128,8 @@ def test_a_step_of_gradient_descent_is_the_exact_step_and_one_of_second_order():
     after = Circuit(A - RATE * G_A, B - RATE * G_B)
     exact = exact_step_of(circuit, gradients).dense()
     expected = -RATE * exact + RATE**2 * G_A @ G_B
-    torch.testing.assert_close(change(circuit, after).dense(), expected, rtol=1e-11, atol=1e-12)
-    rate = step_figures(circuit, gradients, after)["taken_rate"]
+    torch.testing.assert_close((after - circuit).dense(), expected, rtol=1e-11, atol=1e-12)
+    rate = measure_step(circuit, gradients, after)["taken_rate"]
     second = (G_A @ G_B * exact).sum((1, 2)) / exact.square().sum((1, 2))
     torch.testing.assert_close(rate, RATE - RATE**2 * second, rtol=1e-11, atol=0)
 
@@ -140,7 +139,7 @@ def test_the_smallest_steps_are_measured():
     A, B = factors("ordinary")
     A, D = ((1024 * matrix).round() / 1024 for matrix in (A, drawn(*A.shape)))
     small = 2.0**-29
-    figures = step_figures(Circuit(A, B), Circuit(D @ B @ B.mT, A.mT @ D @ B), Circuit(A + small * D, B))
+    figures = measure_step(Circuit(A, B), Circuit(D @ B @ B.mT, A.mT @ D @ B), Circuit(A + small * D, B))
     torch.testing.assert_close(figures["taken_step_norm"], small * (D @ B).flatten(1).norm(dim=1), rtol=1e-12, atol=0)
 
 
@@ -150,9 +149,9 @@ def test_units_do_not_matter(of_factors, of_loss):
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)
     after = A - RATE * G_A * (1 + 0.3 * drawn(*A.shape)), B - RATE * G_B
-    wanted = step_figures(Circuit(A, B), Circuit(G_A, G_B), Circuit(*after))
+    wanted = measure_step(Circuit(A, B), Circuit(G_A, G_B), Circuit(*after))
     of_gradients = of_factors * of_loss
-    found = step_figures(
+    found = measure_step(
         Circuit(of_factors * A, of_factors * B),
         Circuit(of_gradients * G_A, of_gradients * G_B),
         Circuit(of_factors * after[0], of_factors * after[1]),
@@ -163,7 +162,7 @@ def test_units_do_not_matter(of_factors, of_loss):
         "taken_step_norm": of_factors * of_factors,
         "taken_rate": 1 / of_loss,
     }
-    for name in STEP_FIGURES:
+    for name in STEP_QUANTITIES:
         torch.testing.assert_close(found[name] / units.get(name, 1.0), wanted[name], rtol=1e-11, atol=1e-15, msg=name)
 
 
@@ -187,12 +186,12 @@ def test_gradients_of_no_product_have_no_omega():
     G_A, G_B, _ = gradients_of(A, B)
     circuit, after = Circuit(A, B), Circuit(A - G_A, B - G_B)
     apart = Circuit(G_A + 0.1 * G_A.norm() / A.norm() * A, G_B)
-    disagreeing = step_figures(circuit, apart, after)
+    disagreeing = measure_step(circuit, apart, after)
     assert (disagreeing["gradient_disagreement"] > LARGEST_DISAGREEMENT).all()
-    told = step_figures(circuit, Circuit(G_A, G_B), after, of_product=False)
+    told = measure_step(circuit, Circuit(G_A, G_B), after, of_product=False)
     for figures in (disagreeing, told):
-        for name in STEP_FIGURES:
-            assert bool(figures[name].isnan().all()) == (name in OMEGA_FIGURES), name
+        for name in STEP_QUANTITIES:
+            assert bool(figures[name].isnan().all()) == (name in OMEGA_QUANTITIES), name
     torch.testing.assert_close(
         disagreeing["exact_step_norm"], (A @ G_B + apart.left @ B).flatten(1).norm(dim=1), rtol=1e-12, atol=0
     )
@@ -203,17 +202,17 @@ def test_what_is_not_finite_spares_its_neighbours(where):
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)
     given = {"factors": [A, B], "gradients": [G_A, G_B], "after": [A - G_A, B - G_B]}
-    wanted = step_figures(*(Circuit(*pair) for pair in given.values()))
+    wanted = measure_step(*(Circuit(*pair) for pair in given.values()))
     given[where][1] = given[where][1].clone()
     given[where][1][0, 0, 0] = torch.nan
-    found = step_figures(*(Circuit(*pair) for pair in given.values()))
-    of_step_alone = {name for name in STEP_FIGURES if name.startswith("taken_")}
+    found = measure_step(*(Circuit(*pair) for pair in given.values()))
+    of_step_alone = {name for name in STEP_QUANTITIES if name.startswith("taken_")}
     missing = {
-        "factors": set(STEP_FIGURES),
-        "gradients": set(STEP_FIGURES) - {"taken_step_norm"},
+        "factors": set(STEP_QUANTITIES),
+        "gradients": set(STEP_QUANTITIES) - {"taken_step_norm"},
         "after": of_step_alone,
     }
-    for name in STEP_FIGURES:
+    for name in STEP_QUANTITIES:
         torch.testing.assert_close(found[name][1], wanted[name][1], rtol=1e-9, atol=0)
         assert bool(found[name][0].isnan()) == (name in missing[where]), name
 
@@ -224,14 +223,14 @@ def test_single_precision_is_taken_as_it_is():
     pairs = [(A, B), (G_A, G_B), (A - RATE * G_A, B - RATE * G_B)]
     single = [Circuit(left.float(), right.float()) for left, right in pairs]
     same = [Circuit(left.float().double(), right.float().double()) for left, right in pairs]
-    for name, figure in step_figures(*single).items():
-        torch.testing.assert_close(figure, step_figures(*same)[name], rtol=1e-12, atol=0)
+    for name, figure in measure_step(*single).items():
+        torch.testing.assert_close(figure, measure_step(*same)[name], rtol=1e-12, atol=0)
 
 
 def test_what_has_no_factors_or_other_shapes_is_refused():
     A, B = factors("ordinary")
     circuit = Circuit(A, B)
     with pytest.raises(CallError, match="needs a circuit with factors, got a collapsed one"):
-        step_figures(circuit, Circuit(A @ B), circuit)
-    with pytest.raises(CallError, match=r"the gradients should be of the factors' shapes: left is \[2, 12, 4\], got"):
-        step_figures(circuit, Circuit(A[:, 1:], B), circuit)
+        measure_step(circuit, Circuit(A @ B), circuit)
+    with pytest.raises(CallError, match=r"the gradients must have the factors' shapes: left is \[2, 12, 4\], got"):
+        measure_step(circuit, Circuit(A[:, 1:], B), circuit)
