@@ -1,8 +1,11 @@
-"""The two ways in which qkov refuses: the work failed, or the call was wrong."""
+"""The errors that qkov raises: the work failed, or the call was wrong."""
 
 
 class QkovError(Exception):
-    """The work could not be done. The message names the thing, what was expected, what came and what to do next."""
+    """The work could not be done.
+
+    The message names the thing, what was expected, what was received and what to do next.
+    """
 
 
 class CallError(QkovError, ValueError):

@@ -1,1 +1,1 @@
-"""Circuits as products of factors: spectra, norms, the preconditioner Omega and the figures of a step."""
+"""The algebra of circuits, without files and models: products of two factors, their spectra and Omega."""

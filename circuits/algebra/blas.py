@@ -1,4 +1,4 @@
-"""W'W of wide matrices in numpy, by the way of multiplying that the processor's kernels are fastest at."""
+"""W'W of wide matrices in numpy, computed in the way that is fastest for the processor's kernels."""
 
 from functools import cache
 
@@ -6,11 +6,11 @@ import numpy as np
 from jaxtyping import Float64
 from threadpoolctl import ThreadpoolController
 
-#: Rows of the product that are made at a time.
+#: The number of rows of the product in a panel.
 PANEL = 8
-#: OpenBLAS multiplies without packing first, on processors with AVX-512 and up to this many multiplications.
+#: Up to this many multiplications, OpenBLAS multiplies without packing first on processors with AVX-512.
 SMALL_PRODUCT = 100**3
-#: From this rank on, packing costs less than panels do.
+#: Above this rank, packing costs less than panels do.
 LARGEST_RANK = 128
 _WITH_SMALL_PRODUCTS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
 
@@ -18,9 +18,14 @@ _WITH_SMALL_PRODUCTS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
 def multiply_by_transpose(
     wide: Float64[np.ndarray, "batch rank long"], out: Float64[np.ndarray, "batch rank rank"]
 ) -> None:
-    """Write wide @ wide' of each matrix, of which half is multiplied: numpy sees that both factors are one, or panels.
+    """Write wide @ wide' of each matrix to `out`, multiplying only half of it.
 
-    Panels are some rows of the product up to its diagonal, of as much of the length as counts as a small product.
+    numpy sees that both factors are the same matrix; otherwise the product is computed in panels: some rows of the
+    product up to its diagonal, over as much of the length as counts as a small product.
+
+    Args:
+        wide: Matrices W' [batch, rank, long].
+        out: Where to write the products [batch, rank, rank].
     """
     pieces = _pieces(*wide.shape[1:])
     if pieces == 0:
@@ -31,7 +36,7 @@ def multiply_by_transpose(
     products = out[None] if pieces == 1 else np.zeros((pieces, *out.shape))
     for start in range(0, rank, PANEL):
         stop = min(start + PANEL, rank)
-        # The first one is not square, or numpy would take both factors for one.
+        # The first panel must not be square, or numpy would take both factors for the same matrix.
         width = min(max(stop, PANEL + 4), rank)
         np.matmul(cut[:, :, start:stop], cut[:, :, :width].mT, out=products[:, :, start:stop, :width])
     if pieces > 1:
@@ -41,7 +46,7 @@ def multiply_by_transpose(
 
 
 def _pieces(rank: int, long: int) -> int:
-    """Into how many parts of the length to cut, so that panels are small products; 0 for no panels."""
+    """Return into how many parts to cut the length so that panels are small products, or 0 for no panels."""
     if not PANEL < rank <= LARGEST_RANK or not _has_small_products():
         return 0
     fewest = -(-PANEL * rank * long // SMALL_PRODUCT)

@@ -19,23 +19,26 @@ Index = int | slice | EllipsisType | None | Tensor | list[int] | list[bool]
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """C = left @ right, left [*batch, rows, rank], right [*batch, rank, columns]; C = left without right (collapsed).
+    """A circuit C = left @ right, kept as its two factors; without a right factor it is collapsed, and C = left.
 
-    For attention, with W_K and W_Q [d_model, d_head]: W_QK = W_K W_Q^T, rows on the key side and columns on the
-    query side, so that the score is x_key' W_QK x_query. W_OV = W_O W_V, rows on the write side and columns on
-    the read side. TransformerLens' QK and OV are the transposes.
+    For attention, with W_K and W_Q [d_model, d_head]: W_QK = W_K W_Q^T has its rows on the key side and its columns on
+    the query side, so that the score is x_key' W_QK x_query. W_OV = W_O W_V has its rows on the write side and its
+    columns on the read side. TransformerLens' QK and OV are the transposes.
 
-    Leading dimensions are batch dimensions and broadcast, so a key shared by a group of query heads is kept
-    once. Any floating type is taken as it is and stays as it is; every figure is float64, carries no gradient,
-    and is NaN for a matrix of the batch with NaN or infinite entries. Nothing of size [rows, columns] is formed
-    but by `dense`.
+    Leading dimensions are batch dimensions and broadcast, so a key that a group of query heads shares is stored once.
+    Factors may have any floating type and keep it. Every result is float64, carries no gradient, and is NaN for a
+    matrix of the batch with NaN or infinite entries. Only `dense` forms a matrix of size [rows, columns].
+
+    Attributes:
+        left: [*batch, rows, rank], or the matrix itself [*batch, rows, columns].
+        right: [*batch, rank, columns], or None for a collapsed circuit.
 
     Raises:
-        CallError: a factor is not a floating tensor of at least two dimensions, none of the matrix
-            dimensions zero, when the inner dimensions differ, or when the batch dimensions do not broadcast.
+        CallError: A factor is not a floating tensor of at least two dimensions, a matrix dimension is zero, the inner
+            dimensions differ, or the batch dimensions do not broadcast.
     """
 
-    # Plain types: a wrong shape is answered below, in words, also where annotations are checked at run time.
+    # Plain types: a wrong shape gets the messages below, even if annotations are checked at run time.
     left: Tensor
     right: Tensor | None = None
 
@@ -62,7 +65,7 @@ class Circuit:
 
     @classmethod
     def from_collapsed(cls, matrix: Float[Tensor, "*batch rows columns"]) -> "Circuit":
-        """The circuit of a matrix trained whole, which has no factors."""
+        """Make the circuit of a matrix that was trained as a whole and has no factors."""
         return cls(matrix)
 
     @property
@@ -80,23 +83,23 @@ class Circuit:
 
     @property
     def rank_bound(self) -> int:
-        """min(rows, rank, columns): the number of singular values that are returned."""
+        """The number of singular values, min(rows, rank, columns)."""
         return min(*self.left.shape[-2:], self.shape[-1])
 
     @property
     def mT(self) -> "Circuit":  # noqa: N802  torch's name
-        """C', with the sides exchanged."""
+        """C', with its sides exchanged."""
         return Circuit(self.left.mT) if self.right is None else Circuit(self.right.mT, self.left.mT)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> "Circuit":
-        """Index the batch dimensions as a tensor's; the matrix dimensions stay whole.
+        """Index the batch dimensions like those of a tensor; the matrix dimensions stay whole.
 
         Raises:
-            CallError: the index does not fit the batch dimensions.
+            CallError: The index does not fit the batch dimensions.
         """
         entries = index if isinstance(index, tuple) else (index,)
         try:
-            # An empty stand-in: indexing the factors themselves could reach into the matrix dimensions.
+            # A stand-in without matrix dimensions, which an index into the factors themselves could reach.
             torch.empty(self.batch_shape)[entries]
         except IndexError as error:
             raise CallError(f"Circuit: index {index} in batch shape {list(self.batch_shape)}: {error}") from error
@@ -110,12 +113,13 @@ class Circuit:
         return Circuit(*factors)
 
     def __sub__(self, other: "Circuit") -> "Circuit":
-        """C - D in float64: of rank k1 + k2 if both are factored, collapsed otherwise.
+        """Return C - D in float64, of rank k1 + k2 if both are factored and collapsed otherwise.
 
-        Of factors near each other it has all its digits, however small it is beside C and D: `difference_factors`.
+        If the factors of both are close, the difference has all its digits, however small it is compared with C and D
+        (`difference_factors`).
 
         Raises:
-            CallError: the shapes differ.
+            CallError: The shapes differ.
         """
         self._check_same_matrix(other, "difference")
         if self.right is None or other.right is None:
@@ -126,23 +130,28 @@ class Circuit:
         return Circuit(joined(left, -other_left, dim=-1), joined(right, other_right, dim=-2))
 
     def inner(self, other: "Circuit") -> Float64[Tensor, "*batch"]:
-        """Frobenius inner product <C, D> = tr(C' D), through the factors: the sum of (L'M) * (R S') for C = LR, D = MS.
+        """Return the Frobenius inner product <C, D> = tr(C' D).
+
+        For C = L R and D = M S it is the sum of the entries of (L'M) * (R S'), so that no matrix [rows, columns] is
+        formed.
 
         Raises:
-            CallError: the shapes differ.
+            CallError: The shapes differ.
         """
         self._check_same_matrix(other, "inner product")
         parts = _parts_of_inner(self, other)
-        # The parts are small, and tell of the factors what counts here.
+        # The parts are small; if they are in range, the factors need no scaling.
         if all(map(is_in_range, parts)):
             return (parts[0] * parts[1]).sum((-2, -1))
         (one, *exponents), (two, *others) = self.in_range(), other.in_range()
         return times_power_of_two(inner_in_range(one, two), sum((*exponents, *others)))
 
     def in_range(self) -> tuple["Circuit", Exponent, Exponent]:
-        """C / 2^(m + n) with the factors A / 2^m and B / 2^n, m and n: fourth powers of its entries do not overflow.
+        """Scale the factors to A / 2^m and B / 2^n if fourth powers of their entries could leave the range of float64.
 
-        The circuit itself, 0 and 0 where no factor needs it, as with all types but float64.
+        Returns:
+            The scaled circuit C / 2^(m + n), m and n; or the circuit itself, 0 and 0 if no factor needs scaling, as for
+            all types but float64.
         """
         left, of_left = in_range(self.left)
         right, of_right = (None, 0) if self.right is None else in_range(self.right)
@@ -150,40 +159,48 @@ class Circuit:
         return self if is_here else Circuit(left, right), of_left, of_right
 
     def reduction_in_range(self) -> tuple["Circuit", spectrum.Reduction, Exponent, Exponent]:
-        """What `in_range` gives, the circuit with its reduction."""
+        """Return what `in_range` returns, with the circuit's reduction in second position."""
         reduction = self.reduction()
-        # Its matrices are as large as the factors, and looked through faster.
-        if all(is_in_range(each) for each in reduction if each is not None):
+        # Its entries are as large as those of the factors, and there are fewer to check.
+        if all(is_in_range(triangle) for triangle in reduction if triangle is not None):
             return self, reduction, 0, 0
         circuit, of_left, of_right = self.in_range()
         return circuit, reduction if circuit is self else circuit.reduction(), of_left, of_right
 
     def dense(self) -> Float64[Tensor, "*batch rows columns"]:
-        """The matrix itself, formed."""
+        """Form the matrix itself, in float64."""
         return upcast(self.left) if self.right is None else multiply(self.left, self.right)
 
     def reduction(self) -> spectrum.Reduction:
-        """The small matrices T_left and T_right that carry every orthogonally invariant figure."""
+        """Return the small matrices T_left and T_right, which determine every orthogonally invariant quantity."""
         return spectrum.reduce(self.left, self.right)
 
     def singular_values(self) -> Float64[Tensor, "*batch rank_bound"]:
-        """Singular values, largest first; accuracy as in `spectrum.singular_values`."""
+        """Return the singular values, largest first; for their accuracy see `spectrum.singular_values`."""
         return spectrum.singular_values(self.left, self.right)
 
     def svd(self) -> spectrum.ThinSVD:
-        """C = left @ diag(values) @ right, thin: orthonormal columns in left and rows in right."""
+        """Return the thin SVD C = left @ diag(values) @ right; left has orthonormal columns, right orthonormal rows."""
         return spectrum.svd(self.left, self.right)
 
     def frobenius_norm(self) -> Float64[Tensor, "*batch"]:
-        """||C||_F = tr(C'C)^{1/2}, the root of the sum of the squared singular values."""
+        """Return ||C||_F = tr(C'C)^{1/2}, the root of the sum of the squared singular values."""
         return spectrum.frobenius_norm(self.left, self.right)
 
     def nuclear_norm(self) -> Float64[Tensor, "*batch"]:
-        """||C||_*, the sum of the singular values."""
+        """Return ||C||_*, the sum of the singular values."""
         return self.singular_values().sum(-1)
 
     def demand_shape(self, shape: torch.Size, what: str) -> None:
-        """CallError for a shape that is not the circuit's and does not broadcast to it from fewer batch dimensions."""
+        """Refuse a shape that neither is the circuit's nor broadcasts to it from fewer batch dimensions.
+
+        Args:
+            shape: The shape to check.
+            what: The name of what has this shape, for the message.
+
+        Raises:
+            CallError: The shape does not fit.
+        """
         try:
             fits = broadcast_shapes(shape[:-2], self.batch_shape) == self.batch_shape
         except ValueError:
@@ -195,7 +212,7 @@ class Circuit:
             )
 
     def _check_same_matrix(self, other: "Circuit", operation: str) -> None:
-        """Refuse circuits of other shapes."""
+        """Refuse a circuit of another shape."""
         if self.shape[-2:] != other.shape[-2:]:
             raise CallError(
                 f"Circuit: a {operation} needs two circuits of one shape, got {list(self.shape)} and "
@@ -206,13 +223,16 @@ class Circuit:
 
 
 def inner_in_range(one: Circuit, other: Circuit) -> Float64[Tensor, "*batch"]:
-    """`Circuit.inner` of circuits of one shape that `Circuit.in_range` gave."""
+    """Return `Circuit.inner` of two circuits of one shape that `Circuit.in_range` returned."""
     rows, columns = _parts_of_inner(one, other)
     return (rows * columns).sum((-2, -1))
 
 
 def _parts_of_inner(one: Circuit, other: Circuit) -> tuple[Tensor, Tensor]:
-    """L'M and R S', or what stands for them of collapsed circuits: the inner product is the sum of their products."""
+    """Return L'M and R S', or what takes their place for collapsed circuits.
+
+    The inner product is the sum of the entries of their elementwise product.
+    """
     if one.right is None and other.right is None:
         return upcast(one.left), upcast(other.left)
     if one.right is None:
@@ -229,16 +249,16 @@ def _demand_broadcast(first: torch.Size, second: torch.Size, what: str) -> None:
 
 
 class FoldedCircuit(Circuit):
-    """C = left right' of two tall factors, one or both of them folded.
+    """C = left right' of two tall factors, with a norm folded into one or both of them.
 
-    Singular values come from Gram matrices into which the norm is folded as they are made: the folded factors, of twice
-    the size of the weights, are formed for all other figures alone.
+    Singular values are computed from Gram matrices, into which the norm is folded directly. The folded factors, which
+    take twice the memory of the weights, are formed only for other quantities.
     """
 
     _tall: tuple[Tensor | Folded, Tensor | Folded]
 
     def __init__(self, left: Tensor | Folded, right: Tensor | Folded) -> None:
-        """Take the factors, [*batch, rows, rank] and [*batch, columns, rank]."""
+        """Store the factors, [*batch, rows, rank] and [*batch, columns, rank]."""
         self.__dict__["_tall"] = left, right
 
     @cached_property
@@ -268,12 +288,22 @@ class FoldedCircuit(Circuit):
         return min(*self.shape[-2:], self._tall[0].shape[-1])
 
     def singular_values(self) -> Float64[Tensor, "*batch rank_bound"]:
-        """Singular values, largest first; accuracy as in `spectrum.singular_values`."""
+        """Return the singular values, largest first; for their accuracy see `spectrum.singular_values`."""
         return spectrum.product_singular_values(*self._tall)
 
 
 def circuit_of(left: Tensor | Folded, right: Tensor | Folded, repeat_left: int = 1, repeat_right: int = 1) -> Circuit:
-    """Return left right' of two tall factors, with what heads share repeated for each of them."""
+    """Return the circuit left right' of two tall factors, repeating a factor that several heads share.
+
+    Args:
+        left: [head, rows, rank].
+        right: [head, columns, rank].
+        repeat_left: How many heads in a row share each matrix of `left`.
+        repeat_right: How many heads in a row share each matrix of `right`.
+
+    Returns:
+        A circuit with one matrix for each head.
+    """
     left, right = _repeated(left, repeat_left), _repeated(right, repeat_right)
     if isinstance(left, Folded) or isinstance(right, Folded):
         return FoldedCircuit(left, right)

@@ -1,20 +1,23 @@
-"""Factors so large or small that powers of their entries leave the range of float64, brought into it exactly."""
+"""Exact scaling by powers of two for factors whose powers would leave the range of float64."""
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-#: A power of two for each matrix of a batch; the number 0 where none needs one.
+#: The exponent of a power of two for each matrix of a batch, or the number 0 if no matrix needs one.
 Exponent = Int[Tensor, "*batch"] | int
 
-#: Entries up to 2 to this, and largest ones not below its inverse, have fourth powers that add up within the range.
+#: If the largest entry has an exponent of at most this in absolute value, sums of fourth powers stay in range.
 _LARGEST_EXPONENT = 150
 
 
 def in_range(factor: Float[Tensor, "*batch rows columns"]) -> tuple[Tensor, Exponent]:
-    """The factor divided by 2^n, and n for each matrix; the factor itself and 0 where no matrix needs it.
+    """Divide each matrix by a power of two, 2^n, if powers of its entries could leave the range of float64.
 
-    What other types than float64 can hold is always in range.
+    Other types than float64 are always in range.
+
+    Returns:
+        The scaled factor, and n for each matrix; or the factor itself and the number 0 if no matrix needs scaling.
     """
     if factor.dtype != torch.float64:
         return factor, 0
@@ -28,13 +31,13 @@ def in_range(factor: Float[Tensor, "*batch rows columns"]) -> tuple[Tensor, Expo
 
 
 def is_in_range(matrices: Float64[Tensor, "*batch rows columns"]) -> bool:
-    """Whether `in_range` would leave all of them as they are, and none is zero or not finite, as after leaving it."""
+    """Return whether `in_range` would leave every matrix as it is, and none of them is zero or not finite."""
     exponent, has_one = _exponents(matrices)
     return bool((has_one & (exponent.abs() <= _LARGEST_EXPONENT)).all())
 
 
 def times_power_of_two(values: Float64[Tensor, "*_"], exponent: Exponent) -> Float64[Tensor, "*_"]:
-    """values * 2^exponent, in two steps, since the power itself may leave the range."""
+    """Return values * 2^exponent, multiplied in two steps since the power itself may leave the range."""
     if isinstance(exponent, int):
         return values
     half = exponent // 2
@@ -42,7 +45,7 @@ def times_power_of_two(values: Float64[Tensor, "*_"], exponent: Exponent) -> Flo
 
 
 def _exponents(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The exponent of the largest entry of each matrix, and whether there is one: not of zero, infinity and NaN."""
+    """Return the exponent of each matrix's largest entry, and whether there is one: not for zero, infinity and NaN."""
     largest = torch.maximum(matrices.amax((-2, -1)), -matrices.amin((-2, -1)))
     return torch.frexp(largest).exponent, largest.isfinite() & (largest > 0)
 

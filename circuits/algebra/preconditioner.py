@@ -1,9 +1,9 @@
-"""Omega(C), by which gradient flow on balanced factors moves C = A B, and the exact operator beside it.
+"""Omega(C), the preconditioner of gradient flow on balanced factors of C = A B, and the exact operator for comparison.
 
-Gradient flow on A and B at one rate moves C by dC/dt = -eta (A A' G + G B'B), where G is the gradient with
-respect to C. With balanced factors, A'A = B B', that is dC/dt = -eta [(CC')^{1/2} G + G (C'C)^{1/2}], or
-vec(dC/dt) = -eta Omega(C) vec(G) with the Kronecker sum Omega(C) = (C'C)^{1/2} (+) (CC')^{1/2}: a function of C
-alone, homogeneous of degree one. Nothing of its size, (rows columns)^2, is formed here.
+Gradient flow on A and B at one rate moves C by dC/dt = -eta (A A' G + G B'B), where G is the gradient with respect to
+C. With balanced factors, A'A = B B', this is dC/dt = -eta [(CC')^{1/2} G + G (C'C)^{1/2}], or vec(dC/dt) = -eta
+Omega(C) vec(G) with the Kronecker sum Omega(C) = (C'C)^{1/2} (+) (CC')^{1/2}: a function of C alone, homogeneous of
+degree one. No matrix of its size, (rows columns)^2, is formed here.
 """
 
 from dataclasses import dataclass
@@ -22,18 +22,30 @@ from .spectrum import Reduction, ThinSVD, matrix_svd
 
 
 class Eigenvalues(NamedTuple):
-    """The distinct kinds of eigenvalue of Omega, and how often each occurs: rows * columns in all."""
+    """The distinct kinds of eigenvalue of Omega, and how often each occurs: rows * columns eigenvalues in all.
+
+    Attributes:
+        values: One eigenvalue of each kind.
+        multiplicities: How often each kind occurs.
+    """
 
     values: Float64[Tensor, "*batch kinds"]
     multiplicities: Int64[Tensor, " kinds"]
 
 
 class Agreement(NamedTuple):
-    """How near Omega's two sides are to the exact operator's.
+    """How close Omega's two sides are to those of the exact operator.
 
-    Rows (the key or write side): (CC')^{1/2} against A A'. Columns (the query or read side): (C'C)^{1/2} against
-    B'B. The cosine is of the Frobenius inner product, NaN where either matrix is zero. The difference is
-    ||(CC')^{1/2} - A A'||_F / ||A A'||_F, and likewise for columns; 0 where both matrices are zero, and equal.
+    On the rows (the key or write side), (CC')^{1/2} is compared with A A'; on the columns (the query or read side),
+    (C'C)^{1/2} with B'B. The cosine is that of the Frobenius inner product, NaN if either matrix is zero. The
+    difference is ||(CC')^{1/2} - A A'||_F / ||A A'||_F, and likewise for the columns; it is 0 if both matrices are
+    zero.
+
+    Attributes:
+        rows_cosine: The cosine on the rows.
+        rows_difference: The relative difference on the rows.
+        columns_cosine: The cosine on the columns.
+        columns_difference: The relative difference on the columns.
     """
 
     rows_cosine: Float64[Tensor, "*batch"]
@@ -46,7 +58,10 @@ class Agreement(NamedTuple):
 class Preconditioner:
     """Omega(C) = (C'C)^{1/2} (+) (CC')^{1/2}, of a factored or a collapsed circuit.
 
-    Its rates have the units of C. The spectrum and the singular vectors are computed once, when first needed.
+    Its rates have the unit of C. The spectrum and the singular vectors are computed once, when they are first needed.
+
+    Attributes:
+        circuit: The circuit C.
     """
 
     circuit: Circuit
@@ -61,10 +76,10 @@ class Preconditioner:
         return self.circuit.svd()
 
     def apply(self, gradient: Float[Tensor, "*_ rows columns"]) -> Float64[Tensor, "*batch rows columns"]:
-        """Omega(C) G = (CC')^{1/2} G + G (C'C)^{1/2}, in thin form: of the order rows * columns * rank.
+        """Return Omega(C) G = (CC')^{1/2} G + G (C'C)^{1/2}, at a cost of order rows * columns * rank.
 
         Raises:
-            CallError: the gradient has not the circuit's shape.
+            CallError: The gradient does not have the circuit's shape.
         """
         self.circuit.demand_shape(gradient.shape, "The gradient")
         gradient = upcast(gradient)
@@ -75,51 +90,52 @@ class Preconditioner:
 
     @property
     def eigenvalues(self) -> Eigenvalues:
-        """Every eigenvalue, in closed form. For C of shape p x q with k singular values:
+        """Every eigenvalue in closed form.
 
-        s_i + s_j, once for each of the k^2 ordered pairs; s_i, (p - k) + (q - k) times; 0, (p - k)(q - k) times.
+        For C of shape p x q with k singular values these are s_i + s_j, once for each of the k^2 ordered pairs; s_i, (p
+        - k) + (q - k) times each; and 0, (p - k)(q - k) times.
         """
         s = self.singular_values
         (rows, columns), rank = self.circuit.shape[-2:], s.shape[-1]
         pairs = (s[..., :, None] + s[..., None, :]).flatten(-2)
-        # A multiple of s, not a constant, so that a matrix that is not finite has NaN here too.
+        # A multiple of s and not a constant, so that it is NaN for a matrix that is not finite.
         values = torch.cat([pairs, s, 0.0 * s[..., :1]], dim=-1)
         counts = [1] * rank**2 + [rows + columns - 2 * rank] * rank + [(rows - rank) * (columns - rank)]
         return Eigenvalues(values, torch.tensor(counts, dtype=torch.int64, device=s.device))
 
     @property
     def largest(self) -> Float64[Tensor, "*batch"]:
-        """Largest eigenvalue, 2 s_1: the fastest rate at which any direction moves."""
+        """The largest eigenvalue, 2 s_1: the fastest rate at which any direction moves."""
         return largest_rate(self.singular_values)
 
     @property
     def trace(self) -> Float64[Tensor, "*batch"]:
-        """Sum of the eigenvalues, (rows + columns) ||C||_*."""
+        """The sum of the eigenvalues, (rows + columns) ||C||_*."""
         return sum(self.circuit.shape[-2:]) * self.singular_values.sum(-1)
 
     @property
     def mean_rate(self) -> Float64[Tensor, "*batch"]:
-        """Mean eigenvalue, (1/rows + 1/columns) ||C||_*: the rate of a direction drawn at random."""
+        """The mean eigenvalue, (1/rows + 1/columns) ||C||_*: the expected rate of a random direction."""
         return mean_rate(self.singular_values, self.circuit.shape)
 
     @property
     def self_rate(self) -> Float64[Tensor, "*batch"]:
-        """Rayleigh quotient along C itself, 2 sum s^3 / sum s^2; 0 for a zero circuit, its limit."""
+        """The Rayleigh quotient along C itself, 2 sum s^3 / sum s^2; its limit 0 for a zero circuit."""
         return self_rate(self.singular_values)
 
 
 def largest_rate(singular_values: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
-    """2 s_1."""
+    """Return 2 s_1."""
     return 2 * singular_values[..., 0]
 
 
 def mean_rate(singular_values: Float64[Tensor, "*batch rank"], shape: torch.Size) -> Float64[Tensor, "*batch"]:
-    """(1/rows + 1/columns) times the sum of s, for a circuit of the given shape [..., rows, columns]."""
+    """Return (1/rows + 1/columns) times the sum of s, for a circuit of shape [..., rows, columns]."""
     return ((1 / shape[-2] + 1 / shape[-1]) * singular_values).sum(-1)
 
 
 def self_rate(singular_values: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
-    """2 sum s^3 / sum s^2, with its limit 0 where every s is 0."""
+    """Return 2 sum s^3 / sum s^2, or its limit 0 if every s is 0."""
     # Relative to s_1, so that cubes of small values do not underflow.
     largest = singular_values[..., :1]
     relative = torch.where(largest == 0, 0.0, singular_values / largest)
@@ -128,12 +144,19 @@ def self_rate(singular_values: Float64[Tensor, "*batch rank"]) -> Float64[Tensor
 
 
 def exact_step(circuit: Circuit, gradient: Float[Tensor, "*_ rows columns"]) -> Float64[Tensor, "*batch rows columns"]:
-    """A A' G + G B'B: minus the velocity of C = A B under gradient flow on A and B at unit rate.
+    """Return A A' G + G B'B, minus the velocity of C = A B under gradient flow on A and B at a unit rate.
 
-    Equal to Omega(C) G exactly when the factors are balanced.
+    It equals Omega(C) G exactly if the factors are balanced, A'A = B B'.
+
+    Args:
+        circuit: A factored circuit.
+        gradient: G = dL/dC, of the circuit's shape.
+
+    Returns:
+        The step, [*batch, rows, columns] in float64.
 
     Raises:
-        CallError: the circuit is collapsed, or the gradient has not its shape.
+        CallError: The circuit is collapsed, or the gradient does not have its shape.
     """
     left, right = _factors(circuit, "exact_step")
     circuit.demand_shape(gradient.shape, "The gradient")
@@ -142,10 +165,12 @@ def exact_step(circuit: Circuit, gradient: Float[Tensor, "*_ rows columns"]) -> 
 
 
 def agreement(circuit: Circuit) -> Agreement:
-    """Cosine and relative difference of Omega(C) and the exact operator, side by side, from k x k matrices.
+    """Return how close Omega(C) is to the exact operator: cosine and relative difference of each side.
+
+    They are computed from k x k matrices.
 
     Raises:
-        CallError: the circuit is collapsed.
+        CallError: The circuit is collapsed.
     """
     _factors(circuit, "agreement")
     _, reduction, of_left, of_right = circuit.reduction_in_range()
@@ -153,22 +178,31 @@ def agreement(circuit: Circuit) -> Agreement:
 
 
 def reduced_agreement(reduction: Reduction, core: ThinSVD, exponent: Exponent = 0) -> Agreement:
-    """`agreement`, from the reduction of A / 2^m and B / 2^n, the SVD of its core, and m - n."""
+    """Return `agreement` from the reduction of A / 2^m and B / 2^n.
+
+    Args:
+        reduction: The reduction of the scaled circuit.
+        core: The SVD of the reduction's core.
+        exponent: m - n.
+
+    Raises:
+        CallError: The reduction is that of a collapsed circuit.
+    """
     left, right = reduction.left, reduction.right
     if right is None:
         raise CallError("agreement needs the reduction of a factored circuit, got a collapsed one.")
     scale = core.values[..., None]
-    # In the bases Q_left and Q_right both operators are small, and neither is the difference of large ones.
+    # In the bases Q_left and Q_right both operators are small matrices, computed without cancellation.
     rows = _compare(core.left @ (scale * core.left.mT), left @ left.mT, -exponent)
     columns = _compare(core.right.mT @ (scale * core.right), right.mT @ right, exponent)
     return Agreement(*rows, *columns)
 
 
 def imbalance(circuit: Circuit) -> Float64[Tensor, "*batch"]:
-    """||A'A - B B'||_F / (||A'A||_F + ||B B'||_F), from 0 (balanced) to 1; 0 where both factors are zero.
+    """Return ||A'A - B B'||_F / (||A'A||_F + ||B B'||_F), from 0 (balanced) to 1; 0 if both factors are zero.
 
     Raises:
-        CallError: the circuit is collapsed.
+        CallError: The circuit is collapsed.
     """
     _factors(circuit, "imbalance")
     _, reduction, of_left, of_right = circuit.reduction_in_range()
@@ -176,7 +210,15 @@ def imbalance(circuit: Circuit) -> Float64[Tensor, "*batch"]:
 
 
 def reduced_imbalance(reduction: Reduction, exponent: Exponent = 0) -> Float64[Tensor, "*batch"]:
-    """`imbalance`, from the reduction of A / 2^m and B / 2^n, and m - n."""
+    """Return `imbalance` from the reduction of A / 2^m and B / 2^n.
+
+    Args:
+        reduction: The reduction of the scaled circuit.
+        exponent: m - n.
+
+    Raises:
+        CallError: The reduction is that of a collapsed circuit.
+    """
     left, right = reduction.left, reduction.right
     if right is None:
         raise CallError("imbalance needs the reduction of a factored circuit, got a collapsed one.")
@@ -186,7 +228,7 @@ def reduced_imbalance(reduction: Reduction, exponent: Exponent = 0) -> Float64[T
 
 
 def _side_by_side(first: Tensor, second: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor, Exponent]:
-    """first * 2^exponent and second, both over a power of two that keeps them in range, and that power's exponent."""
+    """Return first * 2^exponent and second, both divided by a power of two that keeps them in range, and that power."""
     if isinstance(exponent, int):
         return first, second, 0
     above = exponent.clamp_min(0)
@@ -195,12 +237,12 @@ def _side_by_side(first: Tensor, second: Tensor, exponent: Exponent) -> tuple[Te
 
 
 def _compare(omega: Tensor, exact: Tensor, exponent: Exponent) -> tuple[Tensor, Tensor]:
-    """Cosine of omega * 2^exponent and the exact operator, and the relative difference, 0 where both are zero."""
+    """Return the cosine of omega * 2^exponent and the exact operator, and their relative difference."""
     exact_norm = _norm(exact)
     cosine = (omega * exact).sum((-2, -1)) / (_norm(omega) * exact_norm)
     near, exact, above = _side_by_side(omega, exact, exponent)
     difference = times_power_of_two(_norm(near - exact) / exact_norm, above)
-    # C is zero where A is, so a zero exact side has a zero Omega beside it.
+    # C is zero if A is, so Omega's side is zero if the exact one is.
     return cosine, torch.where(exact_norm == 0, 0.0, difference)
 
 
@@ -211,7 +253,7 @@ def _norm(matrix: Tensor) -> Tensor:
 def _factors(circuit: Circuit, function: str) -> tuple[Tensor, Tensor]:
     if circuit.right is None:
         raise CallError(
-            f"{function} compares with gradient flow on the factors A and B, and a collapsed circuit has none. "
+            f"{function} compares with gradient flow on the factors A and B, but a collapsed circuit has no factors. "
             "Pass Circuit(left, right); Preconditioner takes collapsed circuits."
         )
     return circuit.left, circuit.right

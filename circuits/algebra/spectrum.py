@@ -1,13 +1,13 @@
-"""Spectra of a product left @ right, read from small matrices and never from the product.
+"""Spectra of a product left @ right, computed from small matrices and never from the product itself.
 
-With left = Q_left T_left and right = T_right Q_right', where the Q have orthonormal columns, everything that
-does not change under rotations of the two outer spaces is a figure of the small matrices T_left and T_right:
-the pair is called the reduction, and T_left T_right the core.
+With left = Q_left T_left and right = T_right Q_right', where each Q has orthonormal columns, every quantity that does
+not change under rotations of the two outer spaces is determined by the small matrices T_left and T_right. This pair is
+called the reduction, and T_left T_right the core.
 
-All of it is float64. A T comes from the Cholesky factor of a Gram matrix where that is accurate, and matrix by
-matrix from a thin QR decomposition where it is not: zero, rank-deficient and ill-conditioned factors, which is
-where training starts. A matrix with NaN or infinite entries has NaN for every figure; its neighbours in the
-batch do not notice. Results carry no gradient.
+All results are float64. A T comes from the Cholesky factor of a Gram matrix if that is accurate, and from a thin QR
+decomposition, matrix by matrix, if it is not: for zero, rank-deficient and ill-conditioned factors, as at the start of
+training. A matrix with NaN or infinite entries has NaN for every quantity; other matrices of the batch are not
+affected. Results carry no gradient.
 """
 
 from typing import NamedTuple
@@ -21,23 +21,29 @@ from .gram import Folded, dense, gram
 from .products import at_home, broadcast_shapes, matrix_norm, multiply, upcast
 from .threads import in_threads
 
-# Basis vectors taken from a Cholesky factor T lose orthogonality as 1e-16 (||T|| ||T^-1||)^2, and singular
-# values lose as much relative accuracy. Up to this product of Frobenius norms both stay below 1e-9.
+# Basis vectors from a Cholesky factor T lose orthogonality as 1e-16 (||T|| ||T^-1||)^2, and singular values lose as
+# much relative accuracy. Up to this product of Frobenius norms both errors stay below 1e-9.
 CHOLESKY_CONDITION = 2e3
 
-# Eigenvalues of K' G_left K, for Gram matrices of trace one, are off by a few 1e-16. A smallest eigenvalue above
-# this leaves every singular value, its root, a relative error of about 1e-8 at most.
+# The eigenvalues of K' G_left K, for Gram matrices of trace one, have errors of a few 1e-16. If the smallest
+# eigenvalue is above this, every singular value, its root, has a relative error of about 1e-8 at most.
 SMALLEST_EIGENVALUE = 1e-8
 
-# ||C||_F^2 as the trace of two Gram matrices of trace one: above this it has lost at most four of 16 digits.
+# Above this, ||C||_F^2 as the trace of the product of two Gram matrices of trace one lost at most four of 16 digits.
 SMALLEST_TRACE = 1e-4
 
-# Below this norm of a factor the squares in its Gram matrix may be too small to have all their digits.
+# Below this norm of a factor, the squares in its Gram matrix may be too small to have all their digits.
 SMALLEST_SIZE = 1e-140
 
 
 class ThinSVD(NamedTuple):
-    """A matrix as left @ diag(values) @ right, with orthonormal columns in left and rows in right."""
+    """A matrix as left @ diag(values) @ right, with orthonormal columns in left and orthonormal rows in right.
+
+    Attributes:
+        left: The left singular vectors, as columns.
+        values: The singular values, largest first.
+        right: The right singular vectors, as rows.
+    """
 
     left: Float64[Tensor, "*batch rows rank"]
     values: Float64[Tensor, "*batch rank"]
@@ -57,7 +63,7 @@ class Reduction(NamedTuple):
 
 
 class _Orthogonalized(NamedTuple):
-    """tall = Q @ triangle, with Q = tall @ inverse, but for the matrices in rest, whose Q is kept in basis."""
+    """tall = Q @ triangle, with Q = tall @ inverse, except for the matrices in rest, whose Q is kept in basis."""
 
     tall: Float[Tensor, "*batch long rank"]
     triangle: Float64[Tensor, "*batch small rank"]
@@ -66,17 +72,17 @@ class _Orthogonalized(NamedTuple):
     basis: Float64[Tensor, "some long small"] | None
 
     def lift(self, coordinates: Float64[Tensor, "*#batch small columns"]) -> Float64[Tensor, "*_ long columns"]:
-        """Q @ coordinates."""
+        """Return Q @ coordinates."""
         lifted = multiply(self.tall, self.inverse @ coordinates)
         if self.basis is not None:
             rest = self.rest.expand(lifted.shape[:-2])
-            place = (self.rest.flatten().cumsum(0) - 1).reshape(self.rest.shape).expand(rest.shape)
-            lifted[rest] = self.basis[place[rest]] @ coordinates[rest]
+            index = (self.rest.flatten().cumsum(0) - 1).reshape(self.rest.shape).expand(rest.shape)
+            lifted[rest] = self.basis[index[rest]] @ coordinates[rest]
         return lifted
 
 
 def reduce(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch rank columns"] | None) -> Reduction:
-    """The small matrices T_left [min(rows, rank), rank] and T_right [rank, min(rank, columns)]."""
+    """Return the small matrices T_left [min(rows, rank), rank] and T_right [rank, min(rank, columns)]."""
     if right is None:
         return Reduction(upcast(left), None)
     rows = _orthogonalize(left, gram(left), vectors=False)
@@ -85,7 +91,7 @@ def reduce(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#bat
 
 
 def matrix_svd(matrix: Float64[Tensor, "*batch rows columns"]) -> ThinSVD:
-    """Thin SVD of small or collapsed matrices, NaN where a matrix is not finite."""
+    """Return the thin SVD of small or collapsed matrices, NaN for a matrix that is not finite."""
     matrix, finite = _zero_where_not_finite(matrix)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     poison = torch.where(finite, 0.0, torch.nan)
@@ -95,7 +101,7 @@ def matrix_svd(matrix: Float64[Tensor, "*batch rows columns"]) -> ThinSVD:
 def matrix_singular_values(
     matrix: Float64[Tensor, "*batch rows columns"],
 ) -> Float64[Tensor, "*batch values"]:
-    """Singular values of small or collapsed matrices, NaN where a matrix is not finite."""
+    """Return the singular values of small or collapsed matrices, NaN for a matrix that is not finite."""
     matrix, finite = _zero_where_not_finite(matrix)
     return torch.linalg.svdvals(matrix).masked_fill(~finite[..., None], torch.nan)
 
@@ -103,10 +109,14 @@ def matrix_singular_values(
 def singular_values(
     left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch rank columns"] | None
 ) -> Float64[Tensor, "*_ values"]:
-    """Singular values of left @ right, largest first, min(rows, rank, columns) of them.
+    """Return the min(rows, rank, columns) singular values of left @ right, largest first.
 
-    Relative error below 1e-7 while the condition of each factor is at most 1e3, 1e-6 at 1e4; beyond that, and
-    for rank-deficient factors, the error is absolute, of the order of 1e-16 ||left|| ||right||.
+    The relative error is below 1e-7 if the condition number of each factor is at most 1e3, and 1e-6 at 1e4. Beyond
+    that, and for rank-deficient factors, the error is absolute, of the order of 1e-16 ||left|| ||right||.
+
+    Args:
+        left: [*batch, rows, rank], or a collapsed matrix [*batch, rows, columns].
+        right: [*batch, rank, columns], or None for a collapsed matrix.
     """
     if right is None:
         return matrix_singular_values(upcast(left))
@@ -116,7 +126,14 @@ def singular_values(
 def product_singular_values(
     left: Float[Tensor, "*#batch rows rank"] | Folded, right: Float[Tensor, "*#batch columns rank"] | Folded
 ) -> Float64[Tensor, "*_ values"]:
-    """Singular values of left @ right', both of them tall, as `singular_values`; heads side by side in threads."""
+    """Return the singular values of left @ right' for two tall factors, with the heads spread over threads.
+
+    The accuracy is that of `singular_values`.
+
+    Args:
+        left: [*batch, rows, rank].
+        right: [*batch, columns, rank].
+    """
     if left.shape[-1] > min(left.shape[-2], right.shape[-2]):
         return matrix_singular_values(reduce(dense(left), dense(right).mT).core)
     batch = broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -135,7 +152,12 @@ def product_singular_values(
 
 
 def svd(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch rank columns"] | None) -> ThinSVD:
-    """Thin SVD of left @ right, of rank min(rows, rank, columns); null directions are orthonormal too."""
+    """Return the thin SVD of left @ right, of rank min(rows, rank, columns); null directions are orthonormal too.
+
+    Args:
+        left: [*batch, rows, rank], or a collapsed matrix [*batch, rows, columns].
+        right: [*batch, rank, columns], or None for a collapsed matrix.
+    """
     if right is None:
         return matrix_svd(upcast(left))
     rows = _orthogonalize(left, gram(left), vectors=True)
@@ -147,7 +169,12 @@ def svd(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch 
 def frobenius_norm(
     left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#batch rank columns"] | None
 ) -> Float64[Tensor, "*_"]:
-    """||left @ right||_F, the root of tr(G_left G_right); from the reduction where that trace cancels."""
+    """Return ||left @ right||_F, the root of tr(G_left G_right), or from the reduction if that trace cancels.
+
+    Args:
+        left: [*batch, rows, rank], or a collapsed matrix [*batch, rows, columns].
+        right: [*batch, rank, columns], or None for a collapsed matrix.
+    """
     if right is None:
         return matrix_norm(upcast(left))
     (left_gram, left_size), (right_gram, right_size) = map(_normalize, (gram(left), gram(right.mT)))
@@ -155,14 +182,15 @@ def frobenius_norm(
     norm = square.clamp_min(0).sqrt() * left_size * right_size
     rest = ~((square > SMALLEST_TRACE) & norm.isfinite())
     if rest.any():
-        norm[rest] = _norm_by_reduction(*(each.expand(*rest.shape, *each.shape[-2:])[rest] for each in (left, right)))
+        factors = (factor.expand(*rest.shape, *factor.shape[-2:])[rest] for factor in (left, right))
+        norm[rest] = _norm_by_reduction(*factors)
     return norm
 
 
 def _norm_by_reduction(
     left: Float[Tensor, "some rows rank"], right: Float[Tensor, "some rank columns"]
 ) -> Float64[Tensor, "some"]:
-    """||left @ right||_F from the core; zero without more ado where a factor is, as for weights that do not move."""
+    """Return ||left @ right||_F from the core, or zero at once if a factor is zero, as for weights that do not move."""
     is_zero = (left == 0).flatten(1).all(dim=1) | (right == 0).flatten(1).all(dim=1)
     norm = torch.zeros(len(left), dtype=torch.float64, device=left.device)
     norm[~is_zero] = matrix_norm(reduce(left[~is_zero], right[~is_zero]).core)
@@ -180,15 +208,15 @@ def _product_singular_values(left: Tensor | Folded, right: Tensor | Folded) -> F
 def _values_from_grams(
     left_gram: Float64[Tensor, "*#batch rank rank"], right_gram: Float64[Tensor, "*#batch rank rank"]
 ) -> tuple[Float64[Tensor, "*_ rank"], Bool[Tensor, "*_"]]:
-    """Roots of the eigenvalues of K' G_left K, where K K' = G_right, and which matrices they may serve.
+    """Return the roots of the eigenvalues of K' G_left K, where K K' = G_right, and whether they are accurate.
 
-    The check bounds the conditions of both factors too: their product is at most
-    sqrt(tr G_left tr G_right / smallest eigenvalue). Both Gram matrices are used up.
+    The check also bounds the condition numbers of both factors: their product is at most sqrt(tr G_left tr G_right /
+    smallest eigenvalue). Both Gram matrices are overwritten.
     """
     (left_gram, left_size), (right_gram, right_size) = map(_normalize, (left_gram, right_gram))
     factor, failed = torch.linalg.cholesky_ex(right_gram)
     size = left_size * right_size
-    # A trace of squares is finite where all of the matrix is. LAPACK refuses a whole batch for one NaN.
+    # A trace of squares is finite if all of the matrix is. LAPACK refuses a whole batch that contains one NaN.
     accepted = size.isfinite() & (failed == 0)
     square = _congruent(left_gram, factor)
     if not accepted.all():
@@ -201,7 +229,7 @@ def _values_from_grams(
 def _congruent(
     symmetric: Float64[Tensor, "*#batch rank rank"], factor: Float64[Tensor, "*#batch rank rank"]
 ) -> Float64[Tensor, "*_ rank rank"]:
-    """factor' symmetric factor; by numpy where it can, whose products of small matrices are the faster ones."""
+    """Return factor' symmetric factor, computed by numpy on the CPU, whose products of small matrices are faster."""
     if factor.device.type != "cpu":
         return factor.mT @ symmetric @ factor
     with np.errstate(all="ignore"):
@@ -211,7 +239,7 @@ def _congruent(
 def _orthogonalize(
     tall: Float[Tensor, "*batch long rank"], tall_gram: Float64[Tensor, "*batch rank rank"], *, vectors: bool
 ) -> _Orthogonalized:
-    """Split tall into orthonormal columns and a triangle, by Cholesky where accurate and by QR elsewhere."""
+    """Split tall into orthonormal columns and a triangle, by Cholesky if that is accurate and by QR otherwise."""
     tall = at_home(tall)
     batch, (long, rank) = tall.shape[:-2], tall.shape[-2:]
     small, options = min(long, rank), {"dtype": torch.float64, "device": tall.device}
@@ -234,15 +262,19 @@ def _orthogonalize(
 
 
 def _normalize(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """A Gram matrix, brought to trace one in place, and the factor's norm, so that no fourth power overflows.
+    """Scale a Gram matrix to trace one in place, so that no fourth power overflows.
 
-    The norm is NaN where the Gram matrix has lost digits of it.
+    Returns:
+        The scaled matrix and the factor's norm, which is NaN if the Gram matrix is too small to have all its digits.
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     return gram.div_(trace[..., None, None]), trace.sqrt().masked_fill_(trace < SMALLEST_SIZE**2, torch.nan)
 
 
 def _zero_where_not_finite(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """LAPACK refuses a whole batch for one NaN: zero such matrices, and say which are finite."""
+    """Return the matrices with those that are not finite set to zero, and which are finite.
+
+    LAPACK refuses a whole batch that contains one NaN.
+    """
     finite = matrix.isfinite().all(-1).all(-1)
     return matrix.masked_fill(~finite[..., None, None], 0.0), finite

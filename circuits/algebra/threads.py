@@ -1,4 +1,4 @@
-"""Work on a batch of matrices, spread over as many threads as torch has, each of which multiplies with one."""
+"""Work on a batch of matrices, spread over as many threads as torch has; each thread multiplies with one thread."""
 
 import os
 import threading
@@ -16,17 +16,24 @@ from threadpoolctl import ThreadpoolController
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-#: That are in memory at a time, such as layers, however many threads there are.
+#: The largest number of items, such as layers, in memory at a time, however many threads there are.
 ITEMS_AT_ONCE = 4
-#: Just below the 32 megabytes from which glibc gives back every block.
+#: Just below 32 megabytes; glibc returns every block of that size or more to the system.
 _LARGEST_KEPT = 31 * 2**20
 
 
 def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
-    """Return what a job gives for the parts of range(length), in order: job(start, stop), each in a thread of its own.
+    """Run a job on parts of range(length) in parallel threads: job(start, stop).
 
-    Products of many small matrices gain more from a thread for every few of them than from threads within each. numpy's
-    and torch's own threads are set to one meanwhile, numpy's for the whole process.
+    Products of many small matrices gain more from one thread for every few matrices than from threads within each
+    product. The thread counts of numpy and torch are set to one during the work, numpy's for the whole process.
+
+    Args:
+        job: Called with the start and stop of each part, in a thread of its own.
+        length: The length of the range.
+
+    Returns:
+        What the job returned for each part, in order.
     """
     threads = torch.get_num_threads()
     parts = max(1, min(threads, length))
@@ -39,11 +46,18 @@ def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
 
 
 def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return what a job gives for each item, in order; up to `ITEMS_AT_ONCE` of them at a time share torch's threads.
+    """Run a job on each item in parallel threads; up to `ITEMS_AT_ONCE` jobs at a time share torch's threads.
 
-    An item is taken when a thread is free for it, and by one thread at a time, so that as many are in memory as are
-    worked on. Once one fails, or the caller is interrupted, no more are begun. Whether torch keeps gradients is as for
-    the caller; what else is set for the caller's thread alone, such as autocast, is not set within a job.
+    An item is taken when a thread is free, and by one thread at a time, so no more items are in memory than are worked
+    on. When a job fails or the caller is interrupted, no further job starts. Jobs record gradients if the caller does;
+    other settings of the caller's thread, such as autocast, do not apply in a job.
+
+    Args:
+        job: Called with each item.
+        items: The items, taken lazily.
+
+    Returns:
+        What the job returned for each item, in order.
     """
     threads = torch.get_num_threads()
     at_once = min(threads, ITEMS_AT_ONCE)
@@ -53,7 +67,7 @@ def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
     def take() -> tuple[int, Item] | None:
         with taking:
-            # Nothing here may hold on to an item, as enumerate would.
+            # Nothing here may keep a reference to an item, as enumerate would.
             for item in () if ended.is_set() else coming:
                 return next(numbers), item
         return None
@@ -63,7 +77,7 @@ def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[R
             with torch.set_grad_enabled(with_gradient):
                 while (taken := take()) is not None:
                     results[taken[0]] = job(taken[1])
-                    # What comes next can lie where this one lay.
+                    # The memory of this item can be reused for the next one.
                     del taken
         except BaseException:
             ended.set()
@@ -75,28 +89,28 @@ def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[R
             work()
         else:
             with _workers(at_once, threads // at_once) as workers:
-                working = []
+                futures = []
                 try:
-                    working += [workers.submit(work) for _ in range(at_once)]
-                    for each in working:
-                        each.result()
+                    futures += [workers.submit(work) for _ in range(at_once)]
+                    for future in futures:
+                        future.result()
                 finally:
                     ended.set()
-                    wait(working)
+                    wait(futures)
     return [results[index] for index in range(len(results))]
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep what is freed for what comes next of the same size, as glibc does once a block so large is freed.
+    """Make malloc keep freed blocks for later allocations of the same size, as glibc does after it freed a large block.
 
-    Until then every large block is given back when freed, and memory that is new is slow to touch first.
+    Otherwise every large block is returned to the system when freed, and the first access to new memory is slow.
     """
     np.empty(_LARGEST_KEPT, dtype=np.uint8)
 
 
 @contextmanager
 def _workers(number: int, threads_each: int) -> Iterator[ThreadPoolExecutor]:
-    """Some worker threads that nobody else has meanwhile, so that nobody waits for what waits for them."""
+    """Reserve worker threads that nobody else uses meanwhile, so that no caller waits for threads that wait for it."""
     idle = _idle.setdefault((number, threads_each), [])
     try:
         workers = idle.pop()
@@ -115,7 +129,7 @@ def _started(number: int, threads_each: int) -> ThreadPoolExecutor:
     common, ready = torch.get_num_threads(), threading.Barrier(number + 1)
 
     def begin() -> None:
-        # A thread takes the common number when it first looks, whatever it was told before.
+        # A thread adopts the common number on its first look, whatever was set before.
         torch.get_num_threads()
         torch.set_num_threads(threads_each)
         ready.wait()
@@ -126,12 +140,12 @@ def _started(number: int, threads_each: int) -> ThreadPoolExecutor:
             workers.submit(int)
         ready.wait()
     except BaseException:
-        # Those that wait would do so for ever, and be waited for when the process ends.
+        # Waiting threads would never end, and the process would wait for them when it exits.
         ready.abort()
         workers.shutdown(wait=False, cancel_futures=True)
         raise
     finally:
-        # torch keeps one number for each thread, and the last one that was set for threads to come.
+        # torch keeps a number for each thread; new threads get the number that was set last.
         torch.set_num_threads(common)
     return workers
 
@@ -143,10 +157,10 @@ def _numpy() -> ThreadpoolController:
 
 @contextmanager
 def _one_numpy_thread() -> Iterator[None]:
-    """One thread for each of numpy's products, unless another caller has set that, who sets it back.
+    """Limit numpy's products to one thread, unless another caller has already done so and will restore the number.
 
-    threadpoolctl lets only the thread that sets the number of all of them set it back, so that they cannot wait for the
-    last caller: who began later may have more threads at the end, which costs time alone.
+    With threadpoolctl, only the caller that set the limit can restore it, and it does not wait for later callers. A
+    caller that started later may have more threads at the end, which only costs time.
     """
     if not _numpy_is_set.acquire(blocking=False):
         yield
@@ -161,6 +175,6 @@ def _one_numpy_thread() -> Iterator[None]:
 _numpy_is_set = threading.Lock()
 
 
-# Threads stay behind when a process is forked.
+# A forked process does not inherit threads.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)

@@ -1,1 +1,1 @@
-"""Bytes wherever they are stored: on this machine, on a web server, on a hub, or at any address that fsspec knows."""
+"""Bytes wherever they are stored: on this machine, a web server or a hub, or at any address that fsspec supports."""

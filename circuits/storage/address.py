@@ -1,4 +1,4 @@
-"""From a path, a URL or a hub id to the place that it names."""
+"""Find the place that a path, a URL or a hub id stands for."""
 
 import re
 from pathlib import Path
@@ -12,48 +12,43 @@ _HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+(@[^\s/]+)?")
 
 
 def place_of(address: Path | str | Place) -> Place:
-    """Return the place of a path, of an fsspec address, or of a hub id that no local path has.
+    """Return the place of a path, an fsspec address, or a hub id that is not a local path.
 
     Args:
-        address: a path; an address such as `s3://bucket/run`; `organisation/model` or `organisation/model@revision`; or
-            a place, which is returned.
+        address: A path; an address such as `s3://bucket/run`; `organisation/model` or `organisation/model@revision`; or
+            a place, which is returned unchanged.
 
     Raises:
-        CallError: the kind of address is unknown, or its driver is not installed.
+        CallError: The kind of address is unknown, or its driver is not installed.
+        QkovError: The driver cannot be set up.
     """
     if isinstance(address, Place):
         return address
     if isinstance(address, Path):
         return LocalPlace(address)
-    # A name with a double colon is no address by that alone.
+    # A double colon alone does not make a name an address.
     if "://" in address and _PROTOCOL.match(address):
         for local in ("file://", "local://"):
             if address.startswith(local):
                 return LocalPlace(Path(address.removeprefix(local)))
-        return _remote(address)
+        return remote_place(address)
     path = Path(address)
-    # A mistyped path in a folder that is there was not meant for the hub.
+    # A mistyped path in an existing folder is not meant for the hub.
     if _HUB_ID.fullmatch(address) and not path.exists() and not Path(path.parts[0]).is_dir():
-        return _remote(f"hf://{address}", f"; there is no path {address} here, either")
+        return remote_place(f"hf://{address}", f"; there is no local path {address}, either")
     return LocalPlace(path)
-
-
-def _remote(address: str, hint: str = "") -> Place:
-    # fsspec and its drivers are slow to import, and most checkpoints lie here.
-
-    return remote_place(address, hint)
 
 
 def remote_place(address: str, hint: str = "") -> Place:
     """Return the place of an fsspec address.
 
     Args:
-        address: with its protocol.
-        hint: what to say as well where nothing is found.
+        address: The address with its protocol.
+        hint: What to add to the message if nothing is found.
 
     Raises:
-        CallError: the kind of address is unknown, or its driver is not installed.
-        QkovError: the driver cannot be set up.
+        CallError: The kind of address is unknown, or its driver is not installed.
+        QkovError: The driver cannot be set up.
     """
     import fsspec
     from fsspec.registry import known_implementations

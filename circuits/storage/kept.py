@@ -1,4 +1,4 @@
-"""Places at a distance of which what was once fetched is kept on this machine, for whoever wants it next."""
+"""Remote places whose bytes are kept on this machine once they were fetched."""
 
 import hashlib
 import json
@@ -17,25 +17,29 @@ from ..errors import QkovError
 from .places import LocalPlace, Place
 from .remote import RemotePlace
 
-#: [start, stop) in bytes; without a stop, to the end of the file.
+#: Ranges [start, stop) in bytes; without a stop, to the end of the file.
 _Ranges = Sequence[tuple[int, int | None]]
 
 
 class KeptPlace(Place):
-    """A file or folder at a distance; byte ranges and whole copies of it are fetched once, then read from a folder.
+    """A remote file or folder; byte ranges and whole copies of it are fetched once and then read from a local folder.
 
-    The processes and threads of this machine that are given the same folder fetch nothing twice: who wants what another
-    is fetching waits for it. (On Windows they do not wait, and each that asks meanwhile fetches it too.) What was
-    fetched of a file that has changed since is not found by those who open it now. Where nothing can be kept, as on a
-    full disk or once the folder is gone, all is read from the place itself.
+    Processes and threads of this machine that share the folder fetch nothing twice: one that needs what another is
+    fetching waits for it. (On Windows they do not wait, and each may fetch it.) What was fetched from a file that has
+    changed since then is not used. If nothing can be kept, because the disk is full or the folder is gone, everything
+    is read from the remote place.
+
+    Attributes:
+        place: The remote place.
+        folder: The local folder.
     """
 
     def __init__(self, place: Place, folder: Path) -> None:
-        """Name what is at a distance, and where to keep it; the folder is made when needed, what is around it is not.
+        """Wrap a remote place; nothing is fetched yet.
 
         Args:
-            place: at a distance.
-            folder: of this machine.
+            place: The remote place.
+            folder: The local folder, which is created when needed; the folder that contains it must exist.
         """
         super().__init__(place.address)
         self.place, self.folder = place, folder
@@ -47,28 +51,28 @@ class KeptPlace(Place):
 
     @property
     def parent(self) -> Place | None:
-        """The folder around it, kept likewise."""
+        """The folder that contains this place, kept in the same way."""
         parent = self.place.parent
         return None if parent is None else KeptPlace(parent, self.folder)
 
     def child(self, name: str) -> Place:
-        """Return what has that name in this folder, kept likewise."""
+        """Return the place with this name in the folder, kept in the same way."""
         return KeptPlace(self.place.child(name), self.folder)
 
     def is_file(self) -> bool:
-        """Say whether a file is there."""
+        """Return whether a file exists at this place."""
         return self.place.is_file()
 
     def is_folder(self) -> bool:
-        """Say whether a folder is there."""
+        """Return whether a folder exists at this place."""
         return self.place.is_folder()
 
     def entries(self) -> list[Place]:
-        """Return what the folder holds, as it is now."""
+        """Return the current files and folders in the folder, sorted by name."""
         return [KeptPlace(entry, self.folder) for entry in self.place.entries()]
 
     def size(self) -> int | None:
-        """Return the file's size in bytes, or None where the place does not tell it."""
+        """Return the file's size in bytes, or None if it is not stated."""
         return self.place.size()
 
     def stamp(self) -> str:
@@ -76,20 +80,20 @@ class KeptPlace(Place):
         return self.place.stamp()
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a few bytes of the file, or all of them, fetched once."""
+        """Return the bytes [start, stop) of the file, or all of them without a stop, fetched once."""
 
-        def bring() -> list[np.ndarray]:
+        def fetch_range() -> list[np.ndarray]:
             return [np.frombuffer(self.place.read_bytes(start, stop), dtype=np.uint8)]
 
-        return self._once([(start, stop)], bring)[0].tobytes()
+        return self._once([(start, stop)], fetch_range)[0].tobytes()
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the bytes of each range; those that were asked for together once are kept together."""
+        """Return the bytes of each range; ranges that were requested together are kept together."""
         return self._once(ranges, lambda: self.place.fetch(ranges))
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:
-        """Give the path of a copy, which is made once and stays."""
+        """Give the path of a copy, which is made once and not removed."""
         path = self._path("copy")
         with _one_at_a_time(path):
             if not path.is_file():
@@ -99,27 +103,27 @@ class KeptPlace(Place):
                         return
         yield path
 
-    def _once(self, ranges: _Ranges, bring: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    def _once(self, ranges: _Ranges, fetch: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
         path = self._path(json.dumps(ranges))
         with _one_at_a_time(path):
             contents = _kept(path, ranges)
             if contents is None:
-                contents = bring()
+                contents = fetch()
                 _keep(path, contents)
             return contents
 
     def _path(self, what: str) -> Path:
-        named = json.dumps([self.address, self._sign, what])
-        return self.folder / hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+        key = json.dumps([self.address, self._sign, what])
+        return self.folder / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def _sign(self) -> str:
-        # A web server's word is enough here: to look at the content, as its stamp does, costs bytes at every opening.
+        # What a web server says is enough here: its stamp reads content, which would cost bytes at every opening.
         return RemotePlace.stamp(self.place) if isinstance(self.place, RemotePlace) else self.place.stamp()
 
 
 def _kept(path: Path, ranges: _Ranges) -> list[np.ndarray] | None:
-    """What was kept of the ranges, one behind the other; a range to the end of the file is the only one."""
+    """Return what was kept of the ranges, which are stored one after the other, or None if it was not kept."""
     kept = LocalPlace(path)
     try:
         lengths = [(kept.size() or 0) if stop is None else stop - start for start, stop in ranges]
@@ -129,7 +133,7 @@ def _kept(path: Path, ranges: _Ranges) -> list[np.ndarray] | None:
 
 
 def _keep(path: Path, contents: list[np.ndarray]) -> None:
-    """Write all or nothing, one piece after the other; without a folder nothing, since it may be gone for good."""
+    """Write all pieces one after the other, or nothing; without its folder nothing, since it may be gone for good."""
     try:
         descriptor, partial = tempfile.mkstemp(dir=path.parent)
     except OSError:
@@ -152,7 +156,7 @@ def _moved(copy: Path, path: Path) -> bool:
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold up others on this machine that want the same meanwhile; of one that is killed the system lets go."""
+    """Make others on this machine that need the same bytes wait; the lock of a killed process is released."""
     descriptor = None
     try:
         with suppress(OSError):
@@ -166,7 +170,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    # Not by a library of locks: those make the folders that are missing, and this one is missing once it was deleted.
+    # Lock libraries create missing folders, but this folder must stay missing once it was deleted.
     if sys.platform != "win32":
         import fcntl
 

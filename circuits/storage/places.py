@@ -1,4 +1,4 @@
-"""Where checkpoints lie: on this machine, or behind any address that fsspec knows."""
+"""Places of files and folders: on this machine, or at any address that fsspec supports."""
 
 import hashlib
 import os
@@ -12,15 +12,19 @@ import numpy as np
 
 from ..errors import CallError, QkovError
 
-#: How much of a file's beginning and end a stamp is made of.
+#: How many bytes of a file's beginning and of its end a stamp depends on.
 BLOCK = 65536
 
 
 class Place(ABC):
-    """A file or a folder somewhere; nothing is asked of it before it has to be."""
+    """A file or folder at some address. Nothing is requested before it is needed.
+
+    Attributes:
+        address: The path or address as a user would write it.
+    """
 
     def __init__(self, address: str) -> None:
-        """Remember the address."""
+        """Store the address."""
         self.address = address
 
     def __str__(self) -> str:
@@ -34,126 +38,146 @@ class Place(ABC):
 
     @property
     def suffix(self) -> str:
-        """The ending of the name, with its dot."""
+        """The extension of the name, with its dot."""
         return Path(self.name).suffix
 
     @property
     @abstractmethod
     def parent(self) -> "Place | None":
-        """The folder around it, or None at the top of a file system or repository."""
+        """The folder that contains this place, or None at the top of a file system or repository."""
 
     @abstractmethod
     def child(self, name: str) -> "Place":
-        """Return what has that name in this folder, whether or not it is there."""
+        """Return the place with this name in the folder, whether or not it exists."""
 
     @abstractmethod
     def is_file(self) -> bool:
-        """Say whether a file is there."""
+        """Return whether a file exists at this place."""
 
     @abstractmethod
     def is_folder(self) -> bool:
-        """Say whether a folder is there."""
+        """Return whether a folder exists at this place."""
 
     @abstractmethod
     def entries(self) -> "list[Place]":
-        """Return what the folder holds, in the order of the names."""
+        """Return the files and folders in the folder, sorted by name.
+
+        Raises:
+            QkovError: The folder cannot be listed.
+        """
 
     @abstractmethod
     def size(self) -> int | None:
-        """Return the file's size in bytes, or None where the place does not tell it."""
+        """Return the file's size in bytes, or None if it is not stated."""
 
     @abstractmethod
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a few bytes of the file, or all of them."""
+        """Return the bytes [start, stop) of the file, or all of them without a stop.
+
+        Raises:
+            QkovError: The file cannot be read.
+        """
 
     @abstractmethod
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the bytes of each range [start, stop) in an array of its own, which may be written to.
+        """Return the bytes of each range [start, stop) as an array of its own, which may be written to.
 
         Raises:
-            QkovError: the file ends before a range does, or cannot be read.
+            QkovError: The file ends before a range does, or cannot be read.
         """
 
     @abstractmethod
     def stamp(self) -> str:
-        """Return a hash that changes when the file does."""
+        """Return a hash that changes when the file does.
+
+        Raises:
+            QkovError: The file cannot be read.
+        """
 
     def version(self) -> tuple[int, ...] | None:
-        """Return what changes when the file is written, where that costs no request; None elsewhere or with no file."""
+        """Return a value that changes when the file is written.
+
+        It is None if there is no file, or if asking would take a request.
+        """
         return None
 
     def demand_version(self, version: tuple[int, ...] | None) -> None:
-        """Refuse a file that is another one than it was; one that is gone is no other.
+        """Refuse a file that was written since it had this version; a file that is gone is not refused.
 
         Raises:
-            QkovError: the file was written again.
+            QkovError: The file was written again.
         """
         if self.version() not in (version, None):
-            raise QkovError(f"{self.address} was written again after it was opened: open it once more when it is whole")
+            raise QkovError(f"{self.address} was written again after it was opened; open it again once it is complete")
 
     @abstractmethod
     def local_copy(self) -> AbstractContextManager[Path]:
-        """Return a context that gives the path of the file on this machine; a copy is removed when it ends."""
+        """Return a context that gives the path of the file on this machine; a copy is removed when the context ends."""
 
 
 class LocalPlace(Place):
-    """A path on this machine, read without anything in between."""
+    """A path on this machine, read directly.
+
+    Attributes:
+        path: The path.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Remember the path."""
+        """Store the path."""
         super().__init__(str(path))
         self.path = path
 
     @property
     def name(self) -> str:
-        """The last part of the path; that of the folder one is in, for a path such as `.`."""
+        """The last part of the path; for a path such as `.`, the name of the folder that it stands for."""
         return self.path.name or self.path.resolve().name
 
     @property
     def parent(self) -> "Place | None":
-        """The folder around it."""
+        """The folder that contains this place."""
         parent = self.path.absolute().parent if self.path.name in ("", "..") else self.path.parent
         return LocalPlace(parent)
 
     def child(self, name: str) -> Place:
-        """Return what has that name in this folder."""
+        """Return the place with this name in the folder, whether or not it exists."""
         return LocalPlace(self.path / name)
 
     def is_file(self) -> bool:
-        """Say whether a file is there."""
+        """Return whether the path is a file."""
         return self.path.is_file()
 
     def is_folder(self) -> bool:
-        """Say whether a folder is there."""
+        """Return whether the path is a folder."""
         return self.path.is_dir()
 
     def entries(self) -> list[Place]:
-        """Return what the folder holds."""
-        with self._told():
+        """Return the files and folders in the folder, sorted by name."""
+        with self._translated():
             return [LocalPlace(path) for path in sorted(self.path.iterdir())]
 
     def size(self) -> int | None:
         """Return the file's size in bytes."""
-        with self._told():
+        with self._translated():
             return self.path.stat().st_size
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a few bytes of the file, or all of them."""
-        with self._told(), self.path.open("rb") as file:
+        """Return the bytes [start, stop) of the file, or all of them without a stop."""
+        with self._translated(), self.path.open("rb") as file:
             file.seek(start)
             return file.read() if stop is None else file.read(stop - start)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the bytes of each range."""
-        with self._told(), self.path.open("rb", buffering=0) as file:
+        with self._translated(), self.path.open("rb", buffering=0) as file:
             return [self._read_whole(file, start, stop) for start, stop in ranges]
 
     def stamp(self) -> str:
-        """Return a hash of the file's size, of the time it was last written, and of its first and last 64 KiB.
+        """Return a hash of the file's size, its modification time, and its first and last 64 KiB.
 
-        Two reads, whatever the file's size. A file that was written again is taken for another one, were it the same.
+        This takes two reads whatever the file's size. A file that was written again counts as changed even if its
+        content is the same.
         """
-        with self._told(), self.path.open("rb") as file:
+        with self._translated(), self.path.open("rb") as file:
             status = os.fstat(file.fileno())
             digest = hashlib.blake2b(f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=16)
             digest.update(file.read(BLOCK))
@@ -162,7 +186,7 @@ class LocalPlace(Place):
         return digest.hexdigest()
 
     def version(self) -> tuple[int, ...] | None:
-        """Return the file's size, and when it was last written."""
+        """Return the file's size and modification time."""
         try:
             status = self.path.stat()
         except OSError:
@@ -178,16 +202,17 @@ class LocalPlace(Place):
         file.seek(start)
         buffer = np.empty(stop - start, dtype=np.uint8)
         view, done = buffer.data, 0
-        # One call brings 2 GiB at most.
+        # One call reads 2 GiB at most.
         while done < len(view):
             got = file.readinto(view[done:])
             if not got:
-                raise QkovError(f"{self.address} ends at byte {start + done}, before its tensors do: copy it again")
+                raise QkovError(f"{self.address} ends at byte {start + done}, before its tensors do; copy it again")
             done += got
         return buffer
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated(self) -> Iterator[None]:
+        """Turn errors of the operating system into one line that names the address."""
         try:
             yield
         except FileNotFoundError as error:

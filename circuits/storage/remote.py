@@ -14,71 +14,77 @@ import numpy as np
 from ..errors import CallError, QkovError, reason
 from .places import BLOCK, Place
 
-#: The bytes that may be asked for beyond those wanted, as a part of those wanted.
+#: The number of bytes that may be requested in addition, as a fraction of the bytes wanted.
 SLACK = 0.05
-#: Requests do not grow beyond this by being merged, so that several can run side by side.
+#: The largest size of a merged request in bytes, so that several requests can run in parallel.
 LARGEST = 16 * 2**20
 
 
 def merged(
     ranges: Sequence[tuple[int, int]], slack: float = SLACK, largest: int = LARGEST
 ) -> list[tuple[tuple[int, int], list[int]]]:
-    """Return requests that cover the ranges, each with the positions of the ranges that it brings.
+    """Return requests that cover the ranges, merging neighbours, each with the indices of the ranges that it covers.
 
-    For ranges of no bytes nothing is asked. Neighbours become one request. Gaps are bridged from the smallest on, as
-    long as all that is bridged stays within the slack.
+    Ranges of no bytes are not requested. Gaps between ranges are bridged, the smallest first, as long as all bridged
+    bytes stay within the slack.
 
     Args:
-        ranges: [start, stop) in bytes.
-        slack: the bytes that may be bridged, as a part of those wanted.
-        largest: of a request that is merged, in bytes.
+        ranges: Ranges [start, stop) in bytes.
+        slack: The number of bytes that may be bridged, as a fraction of the bytes wanted.
+        largest: The largest size of a merged request, in bytes.
     """
-    order = sorted((position for position, (start, stop) in enumerate(ranges) if stop > start), key=ranges.__getitem__)
+    order = sorted((index for index, (start, stop) in enumerate(ranges) if stop > start), key=ranges.__getitem__)
     allowed = slack * sum(stop - start for start, stop in ranges)
     gaps = sorted((max(0, ranges[b][0] - ranges[a][1]), b) for a, b in pairwise(order))
     bridged = set()
-    for gap, position in gaps:
+    for gap, index in gaps:
         if gap <= allowed:
             allowed -= gap
-            bridged.add(position)
+            bridged.add(index)
     requests: list[tuple[tuple[int, int], list[int]]] = []
-    for position in order:
-        start, stop = ranges[position]
-        if requests and position in bridged and max(stop, requests[-1][0][1]) - requests[-1][0][0] <= largest:
+    for index in order:
+        start, stop = ranges[index]
+        if requests and index in bridged and max(stop, requests[-1][0][1]) - requests[-1][0][0] <= largest:
             (first, last), members = requests[-1]
-            requests[-1] = (first, max(last, stop)), [*members, position]
+            requests[-1] = (first, max(last, stop)), [*members, index]
         else:
-            requests.append(((start, stop), [position]))
+            requests.append(((start, stop), [index]))
     return requests
 
 
-#: What drivers call the sign of a file's content or version.
+#: The names under which drivers report something that changes with a file's content or version.
 _SIGNS = (
     *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "md5", "checksum", "blob_id", "lfs", "xet_hash"),
     *("generation", "VersionId", "version_id", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
     *("updated", "created"),
 )
-#: How many requests are under way at once, where a driver leaves that to us.
+#: How many requests run in parallel if the driver does not manage that itself.
 _AT_ONCE = 8
 #: Hub paths that begin with a word before the organisation.
 _HUB_KINDS = ("datasets/", "models/", "spaces/", "buckets/", "kernels/")
 
 
 class NotThereError(CallError):
-    """The place holds nothing."""
+    """There is nothing at this address."""
 
 
 class RemotePlace(Place):
-    """A path in a file system of fsspec."""
+    """A path in an fsspec file system.
+
+    Attributes:
+        system: The fsspec file system.
+        path: The path in the file system.
+        hint: What to add to the message if nothing is found.
+    """
 
     def __init__(self, system: Any, path: str, address: str, info: dict[str, Any] | None = None) -> None:
-        """Remember the path.
+        """Store the path; nothing is requested yet.
 
         Args:
-            system: the fsspec file system.
-            path: as the file system names it.
-            address: as a user would.
-            info: what a listing said of it, if one did.
+            system: The fsspec file system.
+            path: The path as the file system names it.
+            address: The address as a user would write it.
+            info: What a listing said about the path, if one did.
         """
         super().__init__(address)
         self.system, self.path, self._info = system, path, info
@@ -91,9 +97,9 @@ class RemotePlace(Place):
 
     @property
     def parent(self) -> "Place | None":
-        """The folder around it, or None at the top of a bucket or repository."""
+        """The folder that contains this place, or None at the top of a bucket or repository."""
         path = self.path.rstrip("/")
-        # The organisation stands before the name of a model on the hub.
+        # On the hub, a repository's path consists of the organisation and the model's name.
         above = 1 + path.startswith(_HUB_KINDS) if self.address.startswith("hf://") else 0
         if path.count("/") <= above:
             return None
@@ -101,62 +107,62 @@ class RemotePlace(Place):
         return type(self)(self.system, _above(path), _above(first.rstrip("/")) + mark + rest)
 
     def child(self, name: str) -> Place:
-        """Return what has that name in this folder."""
+        """Return the place with this name in the folder, whether or not it exists."""
         return self._child(name, None)
 
     def is_file(self) -> bool:
-        """Say whether a file is there."""
+        """Return whether a file exists at this place."""
         return self._kind() == "file"
 
     def is_folder(self) -> bool:
-        """Say whether a folder is there."""
+        """Return whether a folder exists at this place."""
         return self._kind() == "directory"
 
     def entries(self) -> list[Place]:
-        """Return what the folder holds, as it is now."""
-        with self.told():
+        """Return the current files and folders in the folder, sorted by name."""
+        with self._translated():
             self.system.invalidate_cache(self.path)
             listed = self.system.ls(self.path, detail=True)
         found = {info["name"].rstrip("/").rpartition("/")[2]: info for info in listed}
         return [self._child(name, found[name]) for name in sorted(found)]
 
     def size(self) -> int | None:
-        """Return the file's size in bytes, or None where the place does not tell it."""
+        """Return the file's size in bytes, or None if it is not stated."""
         if self._info is None or self._info.get("size") is None:
-            with self.told():
+            with self._translated():
                 self._info = self.system.info(self.path)
         return self._info.get("size")
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a few bytes of the file, or all of them."""
+        """Return the bytes [start, stop) of the file, or all of them without a stop."""
         if stop is None:
-            with self.told():
+            with self._translated():
                 return self.system.cat_file(self.path)
-        # Reading ahead would bring bytes that nobody asked for.
-        with self.told(), self.system.open(self.path, "rb", cache_type="none", **self._open_options()) as file:
+        # Without a cache, so that no bytes are read ahead that nobody needs.
+        with self._translated(), self.system.open(self.path, "rb", cache_type="none", **self._open_options()) as file:
             file.seek(start)
             content = file.read(stop - start)
         return self._whole(content, start, stop)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the bytes of each range: neighbours in one request, the requests side by side."""
+        """Return the bytes of each range; neighbours share a request, and requests run in parallel."""
         requests = merged(ranges)
-        with self.told():
+        with self._translated():
             answers = self._answers([request for request, _ in requests])
-        found = [np.empty(0, dtype=np.uint8)] * len(ranges)
+        contents = [np.empty(0, dtype=np.uint8)] * len(ranges)
         for ((start, stop), members), answer in zip(requests, answers, strict=True):
             content = np.frombuffer(self._whole(answer, start, stop), dtype=np.uint8)
-            for position in members:
-                first, last = ranges[position]
-                found[position] = content[first - start : last - start].copy()
-        return found
+            for index in members:
+                first, last = ranges[index]
+                contents[index] = content[first - start : last - start].copy()
+        return contents
 
     def stamp(self) -> str:
-        """Return a hash of the size and of what the place says of the file's version.
+        """Return a hash of the file's size and of what the file system says about its version.
 
-        Where it says nothing, of the file's first and last 64 KiB.
+        If it says nothing about the version, the hash depends on the first and last 64 KiB of the file.
         """
-        with self.told():
+        with self._translated():
             info = self._info = self.system.info(self.path)
         signs = {sign: str(info[sign]) for sign in _SIGNS if info.get(sign)}
         digest = hashlib.blake2b(f"{info.get('size')} {sorted(signs.items())}".encode(), digest_size=16)
@@ -170,13 +176,13 @@ class RemotePlace(Place):
         """Give the path of a copy that is removed afterwards."""
         with tempfile.TemporaryDirectory(prefix="qkov-") as folder:
             copy = Path(folder) / self.name
-            with self.told():
+            with self._translated():
                 self.system.get_file(self.path, str(copy))
             yield copy
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Tell in a line whatever a driver raises: every one has errors of its own."""
+    def _translated(self) -> Iterator[None]:
+        """Turn whatever a driver raises into one line that names the address; every driver has errors of its own."""
         try:
             yield
         except QkovError:
@@ -186,7 +192,7 @@ class RemotePlace(Place):
         except Exception as error:
             raise QkovError(
                 f"{self.address} cannot be read ({reason(error)}): check the address and the connection, "
-                f"or copy it here and give the path of the copy{self.hint}"
+                f"or copy it to this machine and give the path of the copy{self.hint}"
             ) from error
 
     def _ends(self) -> tuple[bytes, bytes]:
@@ -202,7 +208,7 @@ class RemotePlace(Place):
         return {}
 
     def _child(self, name: str, info: dict[str, Any] | None) -> Place:
-        # Of a chain of addresses, such as zip://folder::s3://bucket/file.zip, the first path is the one within.
+        # In a chain of addresses, such as zip://folder::s3://bucket/file.zip, the first path is the inner one.
         first, mark, rest = self.address.partition("::")
         if "://" not in first:
             first, mark, rest = self.address, "", ""
@@ -211,7 +217,7 @@ class RemotePlace(Place):
     def _kind(self) -> str | None:
         try:
             if self._info is None:
-                with self.told():
+                with self._translated():
                     self._info = self.system.info(self.path)
         except NotThereError:
             return None
@@ -222,7 +228,7 @@ class RemotePlace(Place):
             starts, stops = ([request[end] for request in requests] for end in (0, 1))
             return self.system.cat_ranges([self.path] * len(requests), starts, stops, on_error="raise")
         if not self.address.startswith("hf://"):
-            # Drivers that are not written for it need not bear several requests at once.
+            # Other drivers may not support several requests at once.
             return [self.read_bytes(*request) for request in requests]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda request: self.read_bytes(*request), requests))
@@ -230,15 +236,15 @@ class RemotePlace(Place):
     def _whole(self, content: bytes, start: int, stop: int) -> bytes:
         if len(content) != stop - start:
             raise QkovError(
-                f"{self.address} was asked for bytes {start} to {stop} and answered with {len(content)} bytes: it is "
-                f"cut short, or its server does not serve ranges; copy it here and give the path of the copy"
+                f"{self.address} was asked for bytes {start} to {stop} but returned {len(content)} bytes: it was cut "
+                f"short, or its server does not serve ranges; copy it to this machine and give the path of the copy"
             )
         return content
 
 
 def _above(path: str) -> str:
     above = path.rpartition("/")[0]
-    # At the top of memory://, say.
+    # For example at the top of memory://.
     return f"{above}/" if above.endswith(":/") else above
 
 

@@ -1,4 +1,4 @@
-"""Files on a web server, and what is particular to them: no folders, few signs of change, quoted names."""
+"""Files on a web server, which has no folders, few signs of change, and quoted names."""
 
 import hashlib
 import re
@@ -9,14 +9,14 @@ from ..errors import QkovError, reason
 from .places import Place
 from .remote import NotThereError, RemotePlace
 
-#: The end of the address of a file; a server does not say which of its paths are folders.
+#: How the address of a file ends; a server does not say which of its paths are folders.
 _FILE = re.compile(r"[^/]\.[A-Za-z]\w*$")
-#: Answers of a server that has no such file, or that does not tell strangers whether it has.
+#: The status codes of a server that has no such file, or does not tell strangers whether it has one.
 _NONE_THERE = (403, 404, 410)
 
 
 class WebPlace(RemotePlace):
-    """The address of a file on a web server, or of a list of files such as servers make for a folder."""
+    """The address of a file on a web server, or of an index page that lists the files of a folder."""
 
     @property
     def name(self) -> str:
@@ -25,7 +25,7 @@ class WebPlace(RemotePlace):
 
     @property
     def parent(self) -> "Place | None":
-        """The folder around it, or None at the top of the server."""
+        """The folder that contains this place, or None at the top of the server."""
         parts = urlsplit(self.path)
         path = parts.path.rstrip("/")
         if not path:
@@ -34,20 +34,20 @@ class WebPlace(RemotePlace):
         return WebPlace(self.system, above, above)
 
     def entries(self) -> list[Place]:
-        """Return what the server's list of a folder links to."""
+        """Return the files and folders to which the server's index page of a folder links."""
         folder = f"{self.path.rstrip('/')}/"
-        with self.told():
+        with self._translated():
             listed = self.system.ls(folder, detail=True)
         found = {}
         for info in listed:
             quoted = info["name"].removeprefix(folder).rstrip("/")
-            # A list links to itself in other orders, and to what lies deeper.
+            # An index page also links to itself in other sort orders, and to deeper folders.
             if quoted and not set(quoted) & set("/?#"):
                 found[unquote(quoted)] = info
         return [self._child(name, found[name]) for name in sorted(found)]
 
     def stamp(self) -> str:
-        """Return a hash of what the server says of the file, and of the file's first and last 64 KiB.
+        """Return a hash of what the server says about the file, and of the file's first and last 64 KiB.
 
         Most servers say no more than the second of the last change.
         """
@@ -57,14 +57,14 @@ class WebPlace(RemotePlace):
         return digest.hexdigest()
 
     def _not_found(self, error: FileNotFoundError) -> QkovError:
-        # fsspec says "not found" of a server that does not answer, too.
+        # fsspec also raises FileNotFoundError for a server that does not answer.
         cause = error.__cause__
         if cause is None or getattr(cause, "status", None) in _NONE_THERE:
             return NotThereError(f"{self.address} does not exist ({reason(error)})")
         return QkovError(f"{self.address} cannot be reached ({reason(cause)}): check the address and the connection")
 
     def _open_options(self) -> dict[str, Any]:
-        # Or it would be asked for again each time.
+        # With its size the file need not be queried again each time.
         return {"size": self.size()}
 
     def _child(self, name: str, info: dict[str, Any] | None) -> Place:
@@ -78,7 +78,7 @@ class WebPlace(RemotePlace):
 
 
 def web_options() -> dict[str, Any]:
-    """Return how a web server is spoken to: a large file may take its time, but a server that is silent may not."""
+    """Return the driver's options for web servers: a transfer may take long, but not the silence of a server."""
     from aiohttp import ClientTimeout
 
     return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}}

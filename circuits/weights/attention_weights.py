@@ -21,20 +21,20 @@ Positions = Literal["rotary", "alibi", "relative", "absolute", "none"]
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What the weights alone do not say of a layer's attention.
+    """The facts about a layer's attention that its weights alone do not say.
 
     Attributes:
-        rotary: how positions rotate queries and keys; None where they do not.
-        score_scale: what multiplies the scores; None for 1/sqrt(d_head).
-        soft_cap: c where scores become c tanh(score/c).
-        clip_qkv: c where queries, keys and values are clipped to [-c, c], which no circuit holds.
-        sinks: whether a learned score of each head that is no token's takes part of its attention.
-        window: how many tokens back a query sees, itself included; None for all.
-        causal: whether a query sees only what came before it; None where that is not known.
-        positions: how the scores know positions, where not by rotation; "none" where they do not.
-        cross: whether keys and values are read from another stream.
-        used_by: how many layers use these same weights.
-        unknown: names of the facts that nothing told; "norm" among them where the norm in front is not known.
+        rotary: How positions rotate queries and keys, or None if they do not.
+        score_scale: The factor on the scores, or None for 1/sqrt(d_head).
+        soft_cap: c if scores become c tanh(score/c).
+        clip_qkv: c if queries, keys and values are clipped to [-c, c], which no circuit represents.
+        sinks: Whether each head has a learned score that belongs to no token and takes part of its attention.
+        window: How many tokens a query sees, itself included, or None for all.
+        causal: Whether a query sees only the tokens before it and itself, or None if that is unknown.
+        positions: How the scores depend on positions; "none" if they do not.
+        cross: Whether keys and values are read from another stream than queries.
+        used_by: How many layers use these same weights.
+        unknown: The names of the facts that are unknown, with "norm" among them if the norm in front of attention is.
     """
 
     rotary: Rotary | None = None
@@ -52,30 +52,32 @@ class AttentionFacts:
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """W_Q, W_K, W_V and W_O of one layer as TransformerLens stores them, or its circuits already collapsed.
+    """W_Q, W_K, W_V and W_O of one layer as TransformerLens stores them, or its collapsed circuits.
 
-    With grouped heads, W_K and W_V have fewer heads than W_Q and W_O: query head h reads key-value head
-    h // (head / key_value_head).
+    With grouped heads, W_K and W_V have fewer heads than W_Q and W_O: query head h reads key-value head h // (head /
+    key_value_head).
 
     Attributes:
-        layer: number of the layer.
+        layer: The number of the layer.
         W_Q: [head, d_model, d_head].
         W_K, W_V: [key_value_head, d_model, d_head].
         W_O: [head, d_head, d_model].
-        W_QK: a collapsed query-key circuit, [head, key, query], where there are no factors.
-        W_OV: a collapsed output-value circuit, [head, write, read].
-        b_Q, b_K, b_V: biases, [head, d_head] or [key_value_head, d_head], None where there are none. No circuit holds
-            them.
-        b_O: [d_model].
-        norm: what the residual stream goes through before it is read, None where nothing is there.
-        query_norm, key_norm: norms of queries and keys (QK-norm), after which the scale of W_QK does not reach scores.
-        facts: what the weights alone do not say.
-        stack: which stack of a model with several, such as encoder, decoder, decoder cross; empty where there is one.
-        stored_basis: the basis that the weights were read in; live models may come with their norms folded.
+        W_QK: A collapsed query-key circuit, [head, key, query], for a layer without factors.
+        W_OV: A collapsed output-value circuit, [head, write, read].
+        b_Q, b_K, b_V: Biases, [head, d_head] or [key_value_head, d_head], or None. No circuit contains them.
+        b_O: [d_model], or None.
+        norm: The norm that the residual stream passes before attention reads it, or None if there is none.
+        query_norm, key_norm: Norms of queries and keys (QK-norm); behind them the scale of W_QK does not affect scores.
+        facts: What the weights alone do not say.
+        stack: The stack of a model with several, such as encoder, decoder or decoder cross; empty for a single stack.
+        stored_basis: The basis in which the weights were read; live models may have folded their norms already.
+
+    Raises:
+        CallError: The heads or inner widths of two tensors do not match.
     """
 
     layer: int
-    # Plain types: shapes that do not agree are answered below, in words, also where annotations are checked.
+    # Plain types: shapes that do not match get the messages below, even if annotations are checked at run time.
     W_Q: Tensor | None = None
     W_K: Tensor | None = None
     W_V: Tensor | None = None
@@ -94,7 +96,7 @@ class AttentionWeights:
     stored_basis: Basis = "raw"
 
     def __post_init__(self) -> None:
-        """Refuse tensors whose heads or inner widths do not agree."""
+        """Refuse tensors whose heads or inner widths do not match."""
         for first, of_first, second, of_second, what in (
             ("W_Q", 2, "W_K", 2, "d_head"),
             ("W_V", 2, "W_O", 1, "d_head"),
@@ -105,7 +107,7 @@ class AttentionWeights:
             if one is not None and other is not None and one.shape[of_first] != other.shape[of_second]:
                 raise CallError(
                     f"{self.place}: {first} has {what} = {one.shape[of_first]} and {second} has "
-                    f"{other.shape[of_second]}; they should agree (is the number of heads right?)"
+                    f"{other.shape[of_second]}; they must be equal (is the number of heads right?)"
                 )
         for many, few in (("W_Q", "W_K"), ("W_O", "W_V")):
             one, other = getattr(self, many), getattr(self, few)
@@ -117,15 +119,19 @@ class AttentionWeights:
 
     @classmethod
     def of(cls, layer: int, tensors: dict[str, Tensor]) -> "AttentionWeights":
-        """Make the weights of a table of tensors by name: W_Q, b_Q and so on.
+        """Make the weights of a layer from a table of tensors by name: W_Q, b_Q and so on.
+
+        Args:
+            layer: The number of the layer.
+            tensors: The tensors by name.
 
         Raises:
-            CallError: there is no tensor of that name in a layer, or shapes do not agree.
+            CallError: A name is not one of attention weights, or shapes do not match.
         """
         unknown = sorted(set(tensors) - {*NAMES, *BIASES})
         if unknown:
             known = ", ".join((*NAMES, *BIASES))
-            raise CallError(f"layer {layer} was given {unknown[0]}; attention weights are {known}")
+            raise CallError(f"layer {layer}: {unknown[0]} is not the name of attention weights; expected {known}")
         return replace(cls(layer), **tensors)
 
     @property
@@ -135,24 +141,32 @@ class AttentionWeights:
 
     @property
     def heads(self) -> int:
-        """Number of heads, those of the queries."""
-        return self._given(("W_Q", "W_O", "W_QK", "W_OV")).shape[0]
+        """The number of query heads.
+
+        Raises:
+            CallError: The layer holds no weights.
+        """
+        for name in ("W_Q", "W_O", "W_QK", "W_OV"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                return tensor.shape[0]
+        raise CallError(f"{self.place} holds no weights")
 
     @property
     def group_size(self) -> int:
-        """How many query heads share one key-value head; 1 where heads are not grouped."""
+        """The number of query heads that share one key-value head; 1 if heads are not grouped."""
         few = self.W_K if self.W_K is not None else self.W_V
         return 1 if few is None else self.heads // few.shape[0]
 
     def in_basis(self, basis: Basis) -> "AttentionWeights":
-        """Return the weights in another basis, in float64 unless it is their own; biases are folded too.
+        """Return the weights in another basis, in float64 unless they are in it already; biases are folded too.
 
-        Layers without a norm in front of their attention have nothing to fold: theirs are the raw weights. Keys and
-        values of cross-attention read another stream, whose norm is not this one, and stay as they are.
+        A layer without a norm in front of its attention has nothing to fold, so its weights are the raw ones. Keys and
+        values of cross-attention read another stream, with another norm, and stay as they are.
 
         Raises:
-            CallError: there is no such basis; the weights were read with their norms folded, or are collapsed, or are
-                of other widths than the norm in front of them.
+            CallError: There is no such basis; the weights were read with their norms folded, are collapsed, or do not
+                have the width of the norm in front of them.
         """
         folded: dict[str, Any] = {name: tall.dense for name, tall in self._folded(basis).items()}
         if basis == self.stored_basis:
@@ -170,10 +184,12 @@ class AttentionWeights:
         return replace(self, **folded, norm=_without_gain(norm), stored_basis=basis)
 
     def _folded(self, basis: Basis) -> dict[str, Folded]:
-        """The weights that another basis changes, tall, W_O as [head, d_model, d_head] too; none of them formed yet.
+        """Return the weights that another basis changes, as tall factors that are not formed yet.
+
+        W_O is among them as [head, d_model, d_head].
 
         Raises:
-            CallError: as `in_basis`.
+            CallError: As for `in_basis`.
         """
         if basis not in BASES:
             raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
@@ -182,12 +198,12 @@ class AttentionWeights:
         if self.stored_basis != "raw" and (self.stored_basis, basis) != ("folded", "folded_centred"):
             raise CallError(
                 f"{self.place} was read from a model whose weights are in the basis {self.stored_basis}; "
-                f"they cannot be brought to {basis}: load the model without processing its weights"
+                f"they cannot be converted to {basis}: load the model without processing its weights"
             )
         if "norm" in self.facts.unknown:
             raise CallError(
-                f"the norm in front of {self.place} is not known, so its weights cannot be {basis}: a config.json "
-                f"beside the weights tells it, or --family, or [norm] in a mapping file"
+                f"the norm in front of {self.place} is not known, so its weights cannot be {basis}; provide a "
+                f"config.json beside the weights, --family, or [norm] in a mapping file"
             )
         norm = self.norm
         if norm is None:
@@ -205,19 +221,26 @@ class AttentionWeights:
         return folded
 
     def qk(self, basis: Basis = "raw", rotary_offset: int = 0) -> Circuit:
-        """Return W_QK = W_K W_Q', one matrix a query head: score = x_key' W_QK x_query, without the score scale.
+        """Return W_QK = W_K W_Q', one matrix for each query head; score = x_key' W_QK x_query, without the score scale.
 
-        With rotary positions W_QK(offset) = W_K R(offset) W_Q', the offset being the query's position less the key's.
-        TransformerLens' `.QK` is the transpose at offset 0.
+        With rotary positions, W_QK(offset) = W_K R(offset) W_Q', where the offset is the query's position minus the
+        key's. TransformerLens' `.QK` is the transpose at offset 0.
+
+        Args:
+            basis: The basis of the weights: raw, folded or folded_centred.
+            rotary_offset: The offset in positions; 0 for no rotation.
+
+        Returns:
+            A circuit [head, key side, query side].
 
         Raises:
-            CallError: the weights hold neither W_Q and W_K nor W_QK, cannot be brought to the basis, or an offset was
-                given and the positions are not rotary or their frequencies not known.
+            CallError: The layer has neither W_Q and W_K nor W_QK, the weights cannot be converted to the basis, or an
+                offset was given and the positions are not rotary or their frequencies are unknown.
         """
         if rotary_offset:
             weights = self.in_basis(basis)
             if weights.W_QK is not None:
-                raise CallError(f"{self.place} holds a collapsed W_QK, which is known at rotary offset 0 alone")
+                raise CallError(f"{self.place} holds a collapsed W_QK, which is known only at rotary offset 0")
             W_K, W_Q = weights._query_and_key(rotary_offset)
             return circuit_of(W_K, W_Q, repeat_left=self.group_size)
         folded = self._folded(basis)
@@ -227,12 +250,12 @@ class AttentionWeights:
         return circuit_of(folded.get("W_K", W_K), folded.get("W_Q", W_Q), repeat_left=self.group_size)
 
     def ov(self, basis: Basis = "raw") -> Circuit:
-        """Return W_OV = W_O W_V, one matrix a query head; rows are the write side, columns the read side.
+        """Return W_OV = W_O W_V, one matrix for each query head; rows are the write side, columns the read side.
 
         TransformerLens' `.OV` is its transpose.
 
         Raises:
-            CallError: the weights hold neither W_V and W_O nor W_OV, or cannot be brought to the basis.
+            CallError: The layer has neither W_V and W_O nor W_OV, or the weights cannot be converted to the basis.
         """
         folded = self._folded(basis)
         if self.W_OV is not None:
@@ -241,10 +264,17 @@ class AttentionWeights:
         return circuit_of(folded.get("W_O", W_O.mT), folded.get("W_V", W_V), repeat_right=self.group_size)
 
     def qk_groups(self, basis: Basis = "raw", rotary_offset: int = 0) -> Circuit:
-        """Return W_QK of each group of heads that share a key: W_K [W_Q1', W_Q2', ...], [key, (head, query)].
+        """Return W_QK of each group of heads that share a key: W_K [W_Q1', W_Q2', ...], [key side, (head, query side)].
 
-        Gradient flow moves the factors of the group together: what is balanced is W_K'W_K less the sum of the heads'
-        W_Q'W_Q, and Omega belongs to this matrix. Without groups it is `qk`.
+        Gradient flow moves the factors of a group together: W_K'W_K minus the sum of the heads' W_Q'W_Q is what
+        balances, and Omega belongs to this matrix. Without groups the result is that of `qk`.
+
+        Args:
+            basis: The basis of the weights.
+            rotary_offset: The offset in positions, the query's minus the key's.
+
+        Raises:
+            CallError: As for `qk`.
         """
         weights = self.in_basis(basis)
         if weights.W_QK is not None or self.group_size == 1:
@@ -253,7 +283,13 @@ class AttentionWeights:
         return Circuit(W_K, self._joined(W_Q).mT)
 
     def ov_groups(self, basis: Basis = "raw") -> Circuit:
-        """Return W_OV of each group of heads that share a value: [W_O1; W_O2; ...] W_V, [(head, write), read]."""
+        """Return W_OV of each group of heads that share a value: [W_O1; W_O2; ...] W_V.
+
+        Its rows are (head, write side), its columns the read side. Without groups the result is that of `ov`.
+
+        Raises:
+            CallError: As for `ov`.
+        """
         weights = self.in_basis(basis)
         if weights.W_OV is not None or self.group_size == 1:
             return weights.ov(basis)
@@ -261,7 +297,15 @@ class AttentionWeights:
         return Circuit(self._joined(W_O.mT), W_V.mT)
 
     def circuits(self, basis: Basis = "raw", rotary_offset: int = 0) -> dict[str, Circuit]:
-        """Return the circuits that can be formed, by name: QK, OV or both."""
+        """Return the circuits that the weights form, by name: QK, OV or both.
+
+        Args:
+            basis: The basis of the weights.
+            rotary_offset: The offset of W_QK in positions, the query's minus the key's.
+
+        Raises:
+            CallError: As for `qk` and `ov`.
+        """
         formed = {}
         if self.has_qk:
             formed["QK"] = self.qk(basis, rotary_offset)
@@ -271,19 +315,23 @@ class AttentionWeights:
 
     @property
     def has_qk(self) -> bool:
-        """Whether W_QK can be formed."""
+        """Whether the weights form W_QK."""
         return self.W_QK is not None or (self.W_Q is not None and self.W_K is not None)
 
     @property
     def has_ov(self) -> bool:
-        """Whether W_OV can be formed."""
+        """Whether the weights form W_OV."""
         return self.W_OV is not None or (self.W_V is not None and self.W_O is not None)
 
     def rotary_norms(self, offsets: list[int], basis: Basis = "raw") -> Float[Tensor, "offset head"]:
-        """Return ||W_QK(offset)||_F of every head at many offsets in one pass over the weights.
+        """Return ||W_QK(offset)||_F of every head at several offsets in one pass over the weights.
+
+        Args:
+            offsets: Offsets in positions, the query's minus the key's.
+            basis: The basis of the weights.
 
         Raises:
-            CallError: as `qk`.
+            CallError: As for `qk`.
         """
         weights = self.in_basis(basis)
         W_K, W_Q = weights._query_and_key(0)
@@ -297,44 +345,37 @@ class AttentionWeights:
         if norm.gain is not None:
             widths["the norm's gain"] = norm.gain.shape[0]
         if len(set(widths.values())) > 1:
-            told = ", ".join(f"{name} {width}" for name, width in widths.items())
+            received = ", ".join(f"{name} {width}" for name, width in widths.items())
             raise CallError(
-                f"what {self.place} reads should have the width of the norm in front of it, got {told}: where keys and "
-                f"values read another stream, say cross = true in a mapping file, or leave the basis raw"
+                f"the weights of {self.place} must have the width of the norm in front of it, got {received}; if keys "
+                f"and values read another stream, set cross = true in a mapping file, or use the basis raw"
             )
 
     def _query_and_key(self, rotary_offset: int) -> tuple[Tensor, Tensor]:
         if self.W_Q is None or self.W_K is None:
-            raise CallError(f"{self.place} has no W_QK: that takes W_Q and W_K, or W_QK itself")
+            raise CallError(f"{self.place} has no W_QK, which takes W_Q and W_K, or W_QK itself")
         if rotary_offset == 0:
             return self.W_K, self.W_Q
         return self.W_K, self._demand_rotary().rotate(self.W_Q, rotary_offset)
 
     def _value_and_output(self) -> tuple[Tensor, Tensor]:
         if self.W_V is None or self.W_O is None:
-            raise CallError(f"{self.place} has no W_OV: that takes W_V and W_O, or W_OV itself")
+            raise CallError(f"{self.place} has no W_OV, which takes W_V and W_O, or W_OV itself")
         return self.W_V, self.W_O
 
     def _demand_rotary(self) -> Rotary:
         if "rotary" in self.facts.unknown:
             raise CallError(
-                f"whether positions rotate queries and keys in {self.place} is not known, so its W_QK is known at "
-                f"offset 0 alone: a config.json beside the weights tells it, or --family, or [rotary] in a mapping file"
+                f"whether positions rotate queries and keys in {self.place} is not known, so its W_QK is known only "
+                f"at offset 0; provide a config.json beside the weights, --family, or [rotary] in a mapping file"
             )
         if self.facts.rotary is None:
-            raise CallError(f"{self.place} has no rotary positions, so its W_QK is the same at every offset: ask for 0")
+            raise CallError(f"{self.place} has no rotary positions, so its W_QK is the same at every offset; use 0")
         return self.facts.rotary
 
     def _joined(self, per_head: Float[Tensor, "head rows d_head"]) -> Float[Tensor, "group joined d_head"]:
-        """The heads of a group on top of each other."""
+        """Stack the heads of each group on top of each other."""
         return per_head.reshape(-1, self.group_size * per_head.shape[1], per_head.shape[2])
-
-    def _given(self, names: tuple[str, ...]) -> Tensor:
-        for name in names:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                return tensor
-        raise CallError(f"{self.place} holds no weights")
 
 
 def _without_gain(norm: Norm) -> Norm:

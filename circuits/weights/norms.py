@@ -1,4 +1,4 @@
-"""The normalisation in front of attention, and the bases that come of folding it into the weights."""
+"""The normalisation in front of attention, and the bases that result from folding it into the weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +10,9 @@ from torch import Tensor
 from ..algebra.gram import Folded
 from ..algebra.products import multiply, upcast
 
-#: raw: the weights as they are stored. folded: the gain of the norm in front multiplied into what reads the residual
-#: stream, which for LayerNorm is centred too, as LayerNorm takes the mean away. folded_centred: what is written is
-#: centred as well, where the model's norms are LayerNorms, since every reader takes the mean away.
+#: raw: the weights as they are stored. folded: the gain of the norm is multiplied into the matrices that read the
+#: residual stream, which for LayerNorm are centred too because LayerNorm subtracts the mean. folded_centred: for
+#: LayerNorms, the matrix that writes is centred as well, since every reader subtracts the mean.
 Basis = Literal["raw", "folded", "folded_centred"]
 BASES: tuple[Basis, ...] = ("raw", "folded", "folded_centred")
 
@@ -22,10 +22,10 @@ class Norm:
     """LayerNorm or RMSNorm over the last dimension: gain * normalised + bias.
 
     Attributes:
-        kind: layer_norm takes the mean away, rms_norm does not.
-        gain: what multiplies, already 1 + w where a model stores w (Gemma); None where there is none.
-        bias: what is added; None where there is none.
-        eps: added to the mean square; None where it is not known.
+        kind: layer_norm subtracts the mean, rms_norm does not.
+        gain: The gain, which is already 1 + w if a model stores w (Gemma), or None.
+        bias: The bias, or None.
+        eps: The number added to the mean square, or None if it is unknown.
     """
 
     kind: Literal["layer_norm", "rms_norm"]
@@ -34,13 +34,13 @@ class Norm:
     eps: float | None = None
 
     def fold(self, W: Float[Tensor, "head d_model d_head"]) -> Folded:
-        """diag(gain) W, with the mean over d_model taken away for LayerNorm, not yet formed."""
+        """Return diag(gain) W, minus its mean over d_model for LayerNorm; it is not formed yet."""
         return Folded(W, self.gain, centred=self.kind == "layer_norm")
 
     def fold_bias(
         self, b: Float[Tensor, "head d_head"] | None, W: Float[Tensor, "head d_model d_head"]
     ) -> Float64[Tensor, "head d_head"] | None:
-        """b + bias W, in float64; None where neither is there."""
+        """Return b + bias W in float64, or None if there is neither."""
         if self.bias is None:
             return None if b is None else upcast(b)
         folded = multiply(self.bias[None], W).squeeze(-2)
@@ -49,13 +49,13 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """The norm of queries or of keys (QK-norm), which is folded into nothing.
+    """The norm of queries or of keys (QK-norm), which cannot be folded.
 
     Attributes:
-        kind: None where only the names of its tensors are known.
-        gain, bias: as of `Norm`; [d_head] where the heads share them.
-        eps: added to the mean square; None where it is not known.
-        over: each head by itself, or all of them joined.
+        kind: The kind of norm, or None if only the names of its tensors are known.
+        gain, bias: As for `Norm`; [d_head] if the heads share them.
+        eps: The number added to the mean square, or None if it is unknown.
+        over: Whether each head is normalised by itself, or all heads together.
     """
 
     kind: Literal["layer_norm", "rms_norm"] | None
@@ -66,10 +66,15 @@ class HeadNorm:
 
 
 def is_centred(W: Float[Tensor, "*batch rows columns"], dim: int) -> bool:
-    """Whether the mean over a dimension is zero but for rounding, as centring leaves it; not so where all is zero.
+    """Return whether the mean over a dimension is zero up to rounding, as after centring.
 
-    A mean of n numbers drawn apart is of the order 1/sqrt(n) of their size, and of numbers that were centred and then
-    rounded to a type of precision eps, eps/sqrt(n). Centring itself is done in float32.
+    Zero matrices do not count as centred. A mean of n independent numbers is of the order 1/sqrt(n) of their size. A
+    mean of numbers that were centred and then rounded to a type of precision eps is of the order eps/sqrt(n). Centring
+    itself is done in float32.
+
+    Args:
+        W: The matrices.
+        dim: The dimension over which to take the mean.
     """
     eps = max(torch.finfo(W.dtype).eps, torch.finfo(torch.float32).eps)
     tolerance = min(16 * eps, 0.1 * W.shape[dim] ** -0.5)

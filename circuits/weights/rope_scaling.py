@@ -1,4 +1,4 @@
-"""The frequencies of rotary positions that were stretched for longer contexts."""
+"""Frequencies of rotary positions that were scaled for longer contexts."""
 
 import math
 from collections.abc import Mapping as Dictionary
@@ -19,26 +19,29 @@ def scaled_rotary(
     max_positions: int | None = None,
     trained_positions: int | None = None,
 ) -> Rotary:
-    """Return the rotary positions of a head, with the scaling as a transformers config states it.
+    """Return the rotary positions of a head, with the scaling that a transformers config states.
 
-    default and linear are base^(-2i/dims), divided by the factor; llama3 divides the long wavelengths only (Dubey et
-    al. 2024). Dynamic scaling begins beyond the length of training, and is left out, as are the long factors of
-    longrope. Other kinds are what transformers computes for them.
+    The kinds default and linear give base^(-2i/dims), divided by the factor for linear; llama3 divides only the long
+    wavelengths (Dubey et al. 2024). Dynamic scaling, which begins beyond the length of training, is left out, as are
+    the long factors of longrope. Other kinds are computed by transformers.
 
     Args:
-        d_head: of the head.
-        dims: how many of them rotate.
-        base: of the frequencies.
-        pairing: of the dimensions.
+        d_head: The width of a head.
+        dims: How many of its dimensions rotate.
+        base: The base of the frequencies.
+        pairing: How the dimensions pair.
         scaling: `rope_scaling` or `rope_parameters` of the config.
         max_positions: `max_position_embeddings` of the config.
-        trained_positions: `original_max_position_embeddings`, where the config says it outside of the scaling.
+        trained_positions: `original_max_position_embeddings`, if the config states it outside the scaling.
+
+    Returns:
+        The rotary positions, with scaled frequencies.
 
     Raises:
-        QkovError: the kind of scaling is not known, or lacks a number.
+        QkovError: The kind of scaling is unknown, or a number is missing.
     """
     scaling = dict(scaling or {})
-    # Phi-3 has called longrope "su" and "yarn".
+    # Phi-3 calls longrope "su" or "yarn".
     kind = "longrope" if "short_factor" in scaling else scaling.get("rope_type", scaling.get("type", "default"))
     if trained_positions is not None:
         scaling["original_max_position_embeddings"] = trained_positions
@@ -46,7 +49,7 @@ def scaled_rotary(
         scaling.setdefault("original_max_position_embeddings", max_positions)
     try:
         if not 0 < base < math.inf:
-            raise ValueError(f"its base is {base}")
+            raise ValueError(f"the base is {base}")
         if kind in _UNSCALED:
             return Rotary.of_base(dims, base, pairing)
         if kind == "linear":
@@ -59,7 +62,7 @@ def scaled_rotary(
 
 
 def _llama3(rotary: Rotary, scaling: Dictionary[str, Any]) -> Rotary:
-    """Wavelengths up to length/high stay, those above length/low are stretched by the factor, between them a blend."""
+    """Keep wavelengths up to length/high, stretch those above length/low by the factor, and blend between them."""
     factor, low, high = (float(scaling[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     length = float(scaling["original_max_position_embeddings"])
     scaled = []
@@ -83,7 +86,7 @@ def _by_transformers(
     stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
     lengths: dict[str, Any] = {} if max_positions is None else {"max_position_embeddings": max_positions}
     shown = logging.get_verbosity()
-    # Its advice is for those who run the model.
+    # transformers' warnings are for those who run the model.
     logging.set_verbosity_error()
     try:
         config = LlamaConfig(

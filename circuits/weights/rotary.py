@@ -20,15 +20,20 @@ Pairing = Literal["halves", "adjacent"]
 class Rotary:
     """How positions rotate queries and keys (Su et al. 2021).
 
-    The first `dims` of a head's dimensions rotate in pairs, pair i by frequencies[i] a position; the rest stay.
+    The first `dims` dimensions of a head rotate in pairs, pair i by frequencies[i] for each position; the other
+    dimensions do not rotate.
 
     Attributes:
-        dims: how many of d_head rotate; None where that is not known.
-        pairing: halves, where dimension i pairs with i + dims/2 (transformers), or adjacent, 2i with 2i + 1 (the paper,
-            Meta's LLaMA, GPT-J).
-        frequencies: radians a position, one for each pair, base^(-2i/dims) unless they are scaled; None where they are
-            not known: then W_QK is known at offset 0 alone.
-        amplitude: factor on rotated queries and on rotated keys (YaRN); it is left out of W_QK, like the score scale.
+        dims: How many of the d_head dimensions rotate, or None if unknown.
+        pairing: halves, where dimension i pairs with i + dims/2 (transformers), or adjacent, where 2i pairs with 2i + 1
+            (the paper, Meta's LLaMA, GPT-J).
+        frequencies: Radians per position for each pair, base^(-2i/dims) unless scaled; or None if unknown, so that W_QK
+            is known only at offset 0.
+        amplitude: The factor on rotated queries and on rotated keys (YaRN). It is left out of W_QK, like the score
+            scale.
+
+    Raises:
+        CallError: The dimensions do not make pairs, or the frequencies are not finite or not one for each pair.
     """
 
     dims: int | None = None
@@ -37,31 +42,44 @@ class Rotary:
     amplitude: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse dimensions that make no pairs, and frequencies that are not one a pair or not finite."""
+        """Refuse dimensions that do not make pairs, and frequencies that are not finite or not one for each pair."""
         if self.dims is not None and (self.dims < 2 or self.dims % 2):
-            raise CallError(f"rotary dimensions come in pairs, got {self.dims}")
+            raise CallError(f"rotary dimensions must come in pairs, got {self.dims}")
         if self.frequencies is not None and self.dims != 2 * len(self.frequencies):
             raise CallError(f"{self.dims} rotary dimensions need half as many frequencies, got {len(self.frequencies)}")
         if not all(map(math.isfinite, self.frequencies or ())):
-            raise CallError(f"rotary frequencies should be finite, got {self.frequencies}")
+            raise CallError(f"rotary frequencies must be finite, got {self.frequencies}")
 
     @classmethod
     def of_base(cls, dims: int, base: float = 10000.0, pairing: Pairing = "halves", factor: float = 1.0) -> "Rotary":
-        """Frequencies base^(-2i/dims) / factor, i = 0, 1, ..., dims/2 - 1; a factor above 1 stretches positions."""
+        """Make rotary positions with the frequencies base^(-2i/dims) / factor, i = 0, 1, ..., dims/2 - 1.
+
+        Args:
+            dims: How many dimensions rotate.
+            base: The base of the frequencies.
+            pairing: How the dimensions pair.
+            factor: A factor above 1 stretches positions.
+        """
         frequencies = tuple(base ** (-2 * pair / dims) / factor for pair in range(dims // 2))
         return cls(dims=dims, pairing=pairing, frequencies=frequencies)
 
     @classmethod
     def of_tables(cls, sine: Float[Tensor, "position dims"], cosine: Float[Tensor, "position dims"]) -> "Rotary":
-        """What sine and cosine tables of a model tell, as exactly as they do: position 1 turns by the frequencies.
+        """Derive rotary positions from a model's sine and cosine tables, as exactly as the tables state them.
+
+        The frequencies are the angles at position 1.
+
+        Args:
+            sine: The sine of each angle.
+            cosine: The cosine of each angle.
 
         Raises:
-            CallError: the tables have no position 1, or pair dimensions in another way than by halves or neighbours.
+            CallError: The tables have no position 1, or they pair dimensions neither by halves nor by neighbours.
         """
         if sine.shape != cosine.shape or sine.shape[0] < 2 or sine.shape[1] % 2:
             raise CallError(
-                f"rotary tables should be alike, of two positions or more and of dimensions in pairs, got "
-                f"{list(sine.shape)} and {list(cosine.shape)}"
+                f"rotary tables must have the same shape, at least two positions and an even number of dimensions, "
+                f"got {list(sine.shape)} and {list(cosine.shape)}"
             )
         angles = torch.atan2(upcast(sine[1]), upcast(cosine[1]))
         first, second = angles.chunk(2)
@@ -72,10 +90,14 @@ class Rotary:
         raise CallError("rotary tables pair the dimensions neither by halves nor by neighbours")
 
     def rotate(self, rows: Float[Tensor, "*batch d_head"], offset: int) -> Float64[Tensor, "*batch d_head"]:
-        """R(offset) applied to each row, in float64.
+        """Return R(offset) applied to each row, in float64.
+
+        Args:
+            rows: Vectors of a head.
+            offset: The offset in positions.
 
         Raises:
-            CallError: the frequencies are not known and the offset is not 0, or there are more dimensions than d_head.
+            CallError: The frequencies are unknown and the offset is not 0, or more dimensions rotate than the head has.
         """
         rows = upcast(rows)
         if offset == 0:
@@ -94,16 +116,22 @@ class Rotary:
         W_Q: Float[Tensor, "*#head d_model d_head"],
         offsets: Sequence[int],
     ) -> Float64[Tensor, "offset *head"]:
-        """||W_K R(offset) W_Q'||_F for each offset, through two Gram matrices that are formed once.
+        """Return ||W_K R(offset) W_Q'||_F for each offset, from two Gram matrices that are formed once.
 
-        The square is tr(W_K'W_K R W_Q'W_Q R'). Beside the Gram matrices an offset costs d_head^2 a head.
+        The square is tr(W_K'W_K R W_Q'W_Q R'). Apart from the Gram matrices, each offset costs d_head^2 operations per
+        head.
+
+        Args:
+            W_K: The key weights.
+            W_Q: The query weights.
+            offsets: Offsets in positions, the query's minus the key's.
 
         Raises:
-            CallError: as `rotate`.
+            CallError: As for `rotate`.
         """
         key_gram, query_gram = gram(W_K), gram(W_Q)
         norms = [
-            # R G R': rotate the columns, then the rows; rounding can leave a norm of zero just below it.
+            # R G R': rotate the columns, then the rows. Rounding can make the square of a zero norm negative.
             (key_gram * self.rotate(self.rotate(query_gram, offset).mT, offset).mT).sum((-2, -1)).clamp_min(0).sqrt()
             for offset in offsets
         ]
@@ -112,7 +140,7 @@ class Rotary:
     def _pairs(self, d_head: int) -> tuple[slice, slice]:
         dims = self.dims or 0
         if dims > d_head:
-            raise CallError(f"{dims} dimensions should rotate, and a head has {d_head}")
+            raise CallError(f"{dims} dimensions should rotate, but a head has only {d_head}")
         if self.pairing == "adjacent":
             return slice(0, dims, 2), slice(1, dims, 2)
         return slice(0, dims // 2), slice(dims // 2, dims)
@@ -120,7 +148,7 @@ class Rotary:
     def _known_frequencies(self) -> tuple[float, ...]:
         if self.frequencies is None:
             raise CallError(
-                "the rotary frequencies of this model are not known, so W_QK is known at offset 0 alone; "
-                "a config.json beside the weights tells them, or [rotary] with dims and base in a mapping file"
+                "the rotary frequencies of this model are not known, so W_QK is known only at offset 0; "
+                "provide a config.json beside the weights, or [rotary] with dims and base in a mapping file"
             )
         return self.frequencies

@@ -1,4 +1,4 @@
-"""The factors of a layer's circuits as training moves them: with their biases, and of all heads that share one."""
+"""The factors of a layer's circuits as training moves them: with their biases, and for all heads that share one."""
 
 from dataclasses import replace
 
@@ -10,21 +10,21 @@ from .attention_weights import AttentionWeights
 
 
 def trained_circuits(weights: AttentionWeights) -> dict[str, Circuit]:
-    """Return the factored circuits whose factors a step of training moves, by name: QK, OV or both, [group, ...].
+    """Return the factored circuits whose factors a training step moves, by name: QK, OV or both, [group, ...].
 
-    With biases the score is that of the stream with a 1 behind it, and so is what is written:
+    With biases, the score and the output are those of the stream extended by a 1:
 
         score = [x_key; 1]' [W_K; b_K'] [W_Q; b_Q']' [x_query; 1]        written = W_O' [W_V; b_V']' [x; 1]
 
-    and heads that share a key or a value have one circuit, `qk_groups` or `ov_groups`. The loss is a function of these
-    products where it is one of any (`without_product` says where it is not), so that their gradients are G B' and A'G.
-    The weights are those of the parameters, in the basis that they are in, at rotary offset 0. Of the gradients of the
-    weights in place of the weights it gives G_A as the left factor and G_B as the right.
+    Heads that share a key or a value have one circuit, `qk_groups` or `ov_groups`. If the loss is a function of these
+    products (`without_product` says when it is not), the gradients of the factors are G B' and A'G. The weights are
+    those of the parameters, in the basis that they are in, at rotary offset 0. Given the gradients of the weights in
+    place of the weights, the function returns G_A as the left factor and G_B as the right factor.
 
     A collapsed circuit has no factors and is left out.
     """
-    held = {f"W_{side}": _with_bias(getattr(weights, f"W_{side}"), getattr(weights, f"b_{side}")) for side in "QKV"}
-    whole = replace(weights, **held, b_Q=None, b_K=None, b_V=None)
+    extended = {f"W_{side}": _with_bias(getattr(weights, f"W_{side}"), getattr(weights, f"b_{side}")) for side in "QKV"}
+    whole = replace(weights, **extended, b_Q=None, b_K=None, b_V=None)
     circuits = {}
     if whole.has_qk and whole.W_QK is None:
         circuits["QK"] = whole.qk_groups(whole.stored_basis)
@@ -34,7 +34,7 @@ def trained_circuits(weights: AttentionWeights) -> dict[str, Circuit]:
 
 
 def without_product(weights: AttentionWeights) -> dict[str, str]:
-    """Return the circuits that the loss knows otherwise than by the product of their factors, and how, in words."""
+    """Return why the loss depends on some circuits other than through the product of their factors, by circuit."""
     facts, reasons = weights.facts, {}
     if weights.W_QK is not None:
         reasons["QK"] = "it is trained collapsed"
@@ -52,5 +52,5 @@ def without_product(weights: AttentionWeights) -> dict[str, str]:
 
 
 def _with_bias(W: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """[W; b'], one row more than W."""
+    """Return [W; b'], with one row more than W."""
     return W if W is None or b is None else torch.cat([W, b[:, None]], dim=1)

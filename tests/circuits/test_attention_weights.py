@@ -133,7 +133,7 @@ def test_keys_and_values_of_other_widths_are_of_another_stream_than_the_norm_s()
     other = replace(weights, W_K=draw(4, 5, D_HEAD), W_V=draw(4, 7, D_HEAD))
     assert other.qk().shape == (4, 5, D_MODEL)
     assert other.ov().shape == (4, D_MODEL, 7)
-    with pytest.raises(CallError, match=r"got W_Q 12, W_K 5, W_V 7, the norm's gain 12: where keys .* cross = true"):
+    with pytest.raises(CallError, match=r"got W_Q 12, W_K 5, W_V 7, the norm's gain 12; if keys .* cross = true"):
         other.in_basis("folded")
     folded = replace(other, facts=AttentionFacts(cross=True)).in_basis("folded")
     assert torch.equal(folded.W_K, other.W_K)
@@ -144,7 +144,7 @@ def test_weights_read_folded_can_be_centred_and_not_unfolded():
     raw = layer(norm=layer_norm())
     folded = raw.in_basis("folded")
     assert_exact(folded.ov("folded_centred").dense(), raw.ov("folded_centred").dense())
-    with pytest.raises(CallError, match="basis folded; they cannot be brought to raw"):
+    with pytest.raises(CallError, match="basis folded; they cannot be converted to raw"):
         folded.qk("raw")
 
 
@@ -184,7 +184,7 @@ def test_scores_of_rotary_positions_are_those_of_the_circuit_at_their_offset():
 def test_an_offset_without_rotary_positions_is_refused():
     with pytest.raises(CallError, match="no rotary positions"):
         layer().qk(rotary_offset=2)
-    with pytest.raises(CallError, match="known at rotary offset 0 alone"):
+    with pytest.raises(CallError, match="known only at rotary offset 0"):
         AttentionWeights(0, W_QK=draw(1, D_MODEL, D_MODEL)).qk(rotary_offset=2)
 
 

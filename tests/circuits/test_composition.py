@@ -204,7 +204,7 @@ def test_stacks_are_apart_and_cross_attention_is_left_out():
 
 def test_streams_of_different_width_are_refused():
     layers = [drawn_layers(layers=1)[0], replace(drawn_layers(d_model=8)[1])]
-    with pytest.raises(QkovError, match="layer 1 reads a stream of width 8 and layer 0 wrote one of width 12"):
+    with pytest.raises(QkovError, match="layer 1 reads a stream of width 8, but layer 0 writes one of width 12"):
         composition_scores(layers)
 
 

@@ -117,7 +117,7 @@ def test_what_the_hub_does_not_have(tmp_path):
         (
             f"find_checkpoints('{MODEL}', revisions='epoch*')",
             "CallError",
-            r"no revision of .* fits 'epoch\*'; it has main",
+            r"no revision of .* matches 'epoch\*'; it has main",
         ),
         ("find_checkpoints('laboratory/none', revisions='*')", "QkovError", "the hub has no model laboratory/none"),
         ("find_checkpoints('laboratory/none')", "CallError", "laboratory/none.* does not exist"),
@@ -145,14 +145,16 @@ def test_a_hub_that_does_not_answer(tmp_path):
 def test_offline_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (open_weights, find_checkpoints):
-        with pytest.raises(QkovError, match=rf"HF_HUB_OFFLINE.*; there is no path {MODEL} here, either") as caught:
+        with pytest.raises(QkovError, match=rf"HF_HUB_OFFLINE.*; there is no local path {MODEL}, either") as caught:
             call(MODEL)
         assert "\n" not in str(caught.value)
-    with pytest.raises(QkovError, match=r"HF_HUB_OFFLINE forbids to ask it; unset it"):
+    with pytest.raises(
+        QkovError, match=r"HF_HUB_OFFLINE is set, so the hub cannot be queried for .*; unset it or use a local path"
+    ):
         find_checkpoints(MODEL, revisions="step*")
 
 
 def test_only_models_on_the_hub_have_revisions(tmp_path):
     for run in (str(tmp_path), tmp_path, "s3://bucket/run", f"{MODEL}@main"):
-        with pytest.raises(CallError, match=r"is no model on the hub, and only those have revisions|needs a driver"):
+        with pytest.raises(CallError, match=r"is not a model on the hub, and only those have revisions|needs a driver"):
             find_checkpoints(run, revisions="step*")

@@ -129,7 +129,7 @@ def test_a_server_without_ranges_is_told_and_sends_no_whole_model(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with serving(tmp_path) as (address, traffic):
         traffic.serves_ranges = False
-        with pytest.raises(QkovError, match=r"range requests.*copy it here and give the path") as caught:
+        with pytest.raises(QkovError, match=r"range requests.*copy it to this machine and give the path") as caught:
             open_weights(f"{address}/model.safetensors")
     assert one_line(caught).startswith(f"{address}/model.safetensors cannot be read")
     assert traffic.sent["/model.safetensors"] < 24_000_000
@@ -140,10 +140,10 @@ def test_a_server_that_stops_to_serve_ranges_gives_no_wrong_bytes(tmp_path):
     with serving(tmp_path) as (address, traffic):
         file = open_weights(f"{address}/model.safetensors")
         traffic.serves_ranges = False
-        with pytest.raises(QkovError, match=r"was asked for bytes \d+ to \d+ and answered with \d+ bytes"):
+        with pytest.raises(QkovError, match=r"was asked for bytes \d+ to \d+ but returned \d+ bytes"):
             file.read(["b"])
         traffic.serves_ranges, traffic.cuts = True, 3
-        with pytest.raises(QkovError, match=r"answered with 3997 bytes: it is cut short") as caught:
+        with pytest.raises(QkovError, match=r"returned 3997 bytes: it was cut short") as caught:
             file.read(["b"])
         one_line(caught)
         traffic.cuts = 0

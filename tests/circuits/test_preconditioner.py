@@ -199,11 +199,11 @@ def test_nothing_of_the_size_of_a_side_squared_is_formed() -> None:
 
 def test_wrong_calls_are_refused_by_name() -> None:
     collapsed, circuit = Circuit(random(4, 5)), Circuit(random(4, 2), random(2, 5))
-    with pytest.raises(CallError, match=r"exact_step.*collapsed circuit has none"):
+    with pytest.raises(CallError, match=r"exact_step.*collapsed circuit has no factors"):
         exact_step(collapsed, random(4, 5))
-    with pytest.raises(CallError, match=r"agreement.*collapsed circuit has none"):
+    with pytest.raises(CallError, match=r"agreement.*collapsed circuit has no factors"):
         agreement(collapsed)
-    with pytest.raises(CallError, match=r"imbalance.*collapsed circuit has none"):
+    with pytest.raises(CallError, match=r"imbalance.*collapsed circuit has no factors"):
         imbalance(collapsed)
     for gradient in (random(5, 4), random(2, 4, 5), random(1, 5)):
         with pytest.raises(CallError, match=r"shape \[4, 5\]"):

@@ -210,7 +210,7 @@ def test_what_was_read_stays_when_the_file_is_written_again(tmp_path, kind):
     save({name: 0 * tensor for name, tensor in state(layers=1).items()})
     W_Q = tensors["layers.0.q"].view(3, 4, 12).mT
     assert torch.equal(first.W_Q, W_Q)
-    with pytest.raises(QkovError, match=r"last.*was written again after it was opened: open it once more"):
+    with pytest.raises(QkovError, match=r"last.*was written again after it was opened; open it again"):
         next(layers)
     assert len(list(open_checkpoint(path, mapping()).layers())) == 1
 

@@ -156,5 +156,5 @@ def test_scaling_that_cannot_be_used_is_named(scaling, told):
 
 @pytest.mark.parametrize("base", [0.0, -5.0, math.nan, math.inf])
 def test_a_base_that_gives_no_frequencies_is_refused(base):
-    with pytest.raises(QkovError, match=r"cannot be used: .*its base is"):
+    with pytest.raises(QkovError, match=r"cannot be used: .*the base is"):
         scaled_rotary(16, 16, base, "halves", None)

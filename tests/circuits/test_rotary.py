@@ -105,7 +105,7 @@ def test_w_qk_at_the_offset_gives_the_scores_of_the_model(family, tmp_path):
     ("rotary", "told"),
     [
         (Rotary(pairing="halves"), "the rotary frequencies of this model are not known"),
-        (Rotary.of_base(14, BASE), "14 dimensions should rotate, and a head has 12"),
+        (Rotary.of_base(14, BASE), "14 dimensions should rotate, but a head has only 12"),
     ],
 )
 def test_rotation_that_is_not_known_or_does_not_fit_is_refused(rotary, told):
@@ -117,7 +117,7 @@ def test_rotation_that_is_not_known_or_does_not_fit_is_refused(rotary, told):
 
 @pytest.mark.parametrize("dims", [0, 3, -2])
 def test_dimensions_come_in_pairs(dims):
-    with pytest.raises(CallError, match=f"rotary dimensions come in pairs, got {dims}"):
+    with pytest.raises(CallError, match=f"rotary dimensions must come in pairs, got {dims}"):
         Rotary(dims=dims)
 
 
@@ -127,7 +127,7 @@ def test_one_frequency_a_pair():
 
 
 def test_frequencies_are_finite():
-    with pytest.raises(CallError, match=r"rotary frequencies should be finite, got \(1\.0, nan\)"):
+    with pytest.raises(CallError, match=r"rotary frequencies must be finite, got \(1\.0, nan\)"):
         Rotary(dims=4, frequencies=(1.0, math.nan))
 
 

@@ -120,7 +120,7 @@ def test_folded_circuits_from_files_and_from_the_bridge(example, basis, tmp_path
     stored = "folded" if example.is_rms else basis
     assert {layer.stored_basis for layer in live} == {stored}
     assert_same_circuits(live, bridge, basis)
-    with pytest.raises(CallError, match=f"in the basis {stored}; they cannot be brought to raw"):
+    with pytest.raises(CallError, match=f"in the basis {stored}; they cannot be converted to raw"):
         live[0].qk("raw")
     # The bases do differ, by far more than the tolerance.
     assert (saved[0].qk("raw").dense() - saved[0].qk(basis).dense()).abs().max() > 0.05

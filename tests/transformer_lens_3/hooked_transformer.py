@@ -126,7 +126,7 @@ def test_folded_circuits_from_files_and_from_the_model(example, basis, tmp_path)
     assert {layer.stored_basis for layer in layers} == {stored}
     assert_same_circuits(layers, model, basis)
     assert_same_circuits(open_checkpoint(tmp_path).layers(), model, basis)
-    with pytest.raises(CallError, match=f"in the basis {stored}; they cannot be brought to raw"):
+    with pytest.raises(CallError, match=f"in the basis {stored}; they cannot be converted to raw"):
         layers[0].qk("raw")
     with torch.no_grad():
         assert_attends(model, layers)
