@@ -1,14 +1,11 @@
 """What a notebook shows of a probe: a line of words, the figure, and the table to unfold, by day and by night."""
 
-import io
-import itertools
-import re
-
 import pandas as pd
 from jinja2 import Environment
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from ...analyses.inline_svg import inline_svg
 from .figure import FOREGROUND
 
 #: Rows of the table that are shown; a model of a thousand heads would fill the notebook.
@@ -26,7 +23,6 @@ probe.table()){% endif %}</summary>
 {% endif %}
 </div>"""
 )
-_serial = itertools.count()
 
 
 def message_page(name: str, message: str) -> str:
@@ -51,8 +47,6 @@ def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure)
     flagged = int((~table["finite"]).sum())
     if flagged:
         parts.append(f"{flagged} heads have maps that are not finite")
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     # Spaces, so that long headings may take two lines.
     shown = (
         table.head(_SHOWN)
@@ -62,19 +56,13 @@ def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure)
     return _TEMPLATE.render(
         name=name,
         words="; ".join(parts) or "one row of attention for each sequence",
-        figure=_inline(text.getvalue(), f"Attention of {name} by layer and head"),
+        figure=inline_svg(
+            figure,
+            f"Attention of {name} by layer and head",
+            foreground=FOREGROUND,
+            style="width: 100%; height: auto",
+        ),
         table=Markup(shown),
         shown=min(len(table), _SHOWN),
         left=max(len(table) - _SHOWN, 0),
     )
-
-
-def _inline(svg: str, description: str) -> Markup:
-    """The SVG without what only a file needs, its ids its own, its lines in the colour of the page."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    prefix = f"qkov{next(_serial)}-"
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
-    svg = svg.replace(FOREGROUND, "currentColor")
-    opened = f'<svg role="img" aria-label="{Markup.escape(description)}" style="width: 100%; height: auto"'
-    return Markup(svg.replace("<svg", opened, 1))

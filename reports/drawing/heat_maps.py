@@ -1,6 +1,5 @@
 """Heat maps as inline SVG: every cell says its figure, and its shade repeats it."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from .panels import COLOURS, FOREGROUND, STYLE, inline_svg
+from ...analyses.inline_svg import inline_svg
+from .panels import COLOURS, FOREGROUND, STYLE
 
 #: The strongest shade: text in the page's own colour still reads well on it, by day and by night.
 STRONGEST = 0.55
@@ -72,9 +72,7 @@ def draw_heat_map(heat: HeatMap, cell: tuple[float, float] = (0.62, 0.42), font:
         axes.set_title(heat.title, loc="left")
         axes.set_xlabel(heat.x_label)
         axes.set_ylabel(heat.y_label)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return inline_svg(text.getvalue(), heat.description)
+        return inline_svg(figure, heat.description, foreground=FOREGROUND)
 
 
 def _places(labels: Sequence[str], cells: int) -> np.ndarray:

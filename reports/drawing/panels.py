@@ -1,8 +1,5 @@
 """Small figures as inline SVG: dots for what was measured, lines for what was predicted."""
 
-import io
-import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +10,8 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from ...analyses.inline_svg import inline_svg
 
 #: Stands for the page's own text colour, so that a figure follows the page into dark mode and print.
 FOREGROUND = "#010203"
@@ -47,8 +46,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
 
 Points = Sequence[float] | np.ndarray | pd.Series | pd.Index
-
-_serial = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,7 @@ def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
                 fontsize=7.5,
                 alpha=0.8,
             )
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return inline_svg(text.getvalue(), panel.description)
+        return inline_svg(figure, panel.description, foreground=FOREGROUND)
 
 
 def swatch(style: int, *, dots: bool = True, line: bool = True, hollow: bool = False) -> Markup:
@@ -189,15 +184,3 @@ def _draw_series(axes, series: Series) -> None:
     )
     if series.band is not None:
         axes.fill_between(x, *series.band, color=colour, alpha=0.15, linewidth=0)
-
-
-def inline_svg(svg: str, description: str) -> Markup:
-    """Strip what only a file of its own needs, and make the ids unique on the page."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    prefix = f"figure{next(_serial)}-"
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
-    svg = svg.replace(FOREGROUND, "currentColor")
-    label = str(Markup.escape(description))
-    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))

@@ -1,0 +1,35 @@
+"""Matplotlib figures as SVG elements inside an HTML page; the reports and the probes' notebook pages share it."""
+
+import io
+import itertools
+import re
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+_serial = itertools.count()
+
+
+def inline_svg(figure: Figure, description: str, *, foreground: str, style: str = "") -> Markup:
+    """Return a figure as an SVG element that can stand on a page beside others.
+
+    The element has no metadata and no XML header, its ids occur in no other element of this process, and what is drawn
+    in the foreground colour takes the colour of the page's text, by day and by night.
+
+    Args:
+        figure: The figure.
+        description: What the figure shows, for readers who cannot see it.
+        foreground: The colour, as #rrggbb, in which the figure draws text and axes.
+        style: CSS declarations for the element.
+    """
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    prefix = f"figure{next(_serial)}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
+    svg = svg.replace(foreground, "currentColor")
+    attributes = Markup(' role="img" aria-label="{}"').format(description)
+    attributes += Markup(' style="{}"').format(style) if style else ""
+    return Markup(svg.replace("<svg", f"<svg{attributes}", 1))
