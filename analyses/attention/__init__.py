@@ -15,8 +15,8 @@ The names in groups:
 
     Models                      load_model, AttentionModel, SingleLayerModel, load_tokeniser, fit_task, Batch, Target,
                                 predictions
-    Measures of attention       MEASURES, rollout, Rollout, FusedMaps, attention_flow, value_norms, gradient_rollout,
-                                last_layer, layer_mean, readout_rows
+    Measures of attention       MEASURES, Measure, MeasureSettings, rollout, Rollout, FusedMaps, attention_flow,
+                                value_norms, gradient_rollout, last_layer, layer_mean, readout_rows
     Relevant tokens             relevance_of, Relevance, RelevantAttention, Counting, HeadRelevance, Thresholds,
                                 relevance_summary, relevance_differences
     Attention and probability   dtap, Dtap, dtap_grid, dtap_differences
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .measures.attention_flow import attention_flow
     from .measures.gradient_rollout import gradient_rollout
     from .measures.readout_rows import last_layer, layer_mean, readout_rows
-    from .measures.registry import MEASURES
+    from .measures.registry import MEASURES, Measure, MeasureSettings
     from .measures.rollout import FusedMaps, Rollout, rollout
     from .measures.value_norms import value_norms
     from .models.alternatives import Target
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from .rationales.perturbation import ERASER, PAPER, Perturbation
     from .rationales.plausibility import Plausibility, Rationales, plausibility
     from .relevance.dtap import Dtap, dtap, dtap_differences, dtap_grid
-    from .relevance.figures import Thresholds, relevance_differences, relevance_summary
     from .relevance.heads import HeadRelevance
     from .relevance.relevance import Relevance, RelevantAttention, relevance_of
     from .relevance.relevant_tokens import Counting
+    from .relevance.summary import Thresholds, relevance_differences, relevance_summary
 
 __all__ = [
     "ERASER",
@@ -75,6 +75,8 @@ __all__ = [
     "Faithfulness",
     "FusedMaps",
     "HeadRelevance",
+    "Measure",
+    "MeasureSettings",
     "Perturbation",
     "Plausibility",
     "Rationales",

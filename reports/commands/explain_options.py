@@ -41,20 +41,21 @@ class ExplainOptions:
         Raises:
             CallError: An option is out of range, or the task has no paper convention and that was chosen.
         """
-        from ...analyses.attention.explanation.settings import QUICK_METHODS, ExplanationSettings
+        from ...analyses.attention.explanation.settings import ExplanationSettings
         from ...analyses.attention.measures.rollout import Rollout
+        from ...analyses.attention.rationales.attribution import quick_methods
 
         default = 0.5 if residual_stream and self.convention == "standard" else 0.0
         residual = default if self.residual is None else self.residual
         return ExplanationSettings(
-            methods=QUICK_METHODS if self.methods is None else _methods(self.methods),
+            methods=quick_methods() if self.methods is None else _methods(self.methods),
             rollout=Rollout(residual=residual, heads=cast(Any, one_of("fusion", self.fusion, ("mean", "max", "min")))),
             perturbation=self._perturbation(),
             target=cast(Any, one_of("target", self.target, ("predicted", "label"))),
             draws=self.draws,
             seed=self.seed,
             batch_tokens=self.batch_tokens,
-            paper_reading=None if self.convention == "standard" else _paper_reading(task, residual),
+            paper_readout=None if self.convention == "standard" else _paper_readout(task, residual),
         )
 
     def _perturbation(self) -> "Perturbation":
@@ -85,12 +86,10 @@ def task_options(typed: list[str]) -> dict[str, Any]:
 
 
 def _methods(typed: str) -> tuple[str, ...]:
-    from ...analyses.attention.explanation.settings import QUICK_METHODS
-    from ...analyses.attention.rationales.attribution import METHODS
+    from ...analyses.attention.rationales.attribution import all_methods
 
     if typed == "all":
-        *quick, last = QUICK_METHODS
-        return (*quick, *(name for name in METHODS if name not in QUICK_METHODS), last)
+        return all_methods()
     return tuple(name.strip() for name in typed.split(","))
 
 
@@ -101,13 +100,13 @@ def _cuts(typed: str) -> tuple[float, ...]:
         raise CallError(f"--cuts should be comma-separated percentages such as 1,5,10,20,50; got {typed!r}") from error
 
 
-def _paper_reading(task: str, residual: float) -> Any:
-    from ...analyses.attention.measures.paper_readout import AGREEMENT_READING, HATEXPLAIN_READING
+def _paper_readout(task: str, residual: float) -> Any:
+    from ...analyses.attention.measures.paper_readout import HATEXPLAIN_READOUT, SUBJECT_VERB_READOUT
 
-    readings = {"hatexplain": HATEXPLAIN_READING, "agreement": AGREEMENT_READING}
-    if task not in readings:
+    readouts = {"hatexplain": HATEXPLAIN_READOUT, "agreement": SUBJECT_VERB_READOUT}
+    if task not in readouts:
         raise CallError(
             f"{task} has no paper convention, since the paper's code pads only the sequences of "
-            f"{' and '.join(readings)}; leave out --convention paper"
+            f"{' and '.join(readouts)}; leave out --convention paper"
         )
-    return replace(readings[task], residual=residual)
+    return replace(readouts[task], residual=residual)

@@ -27,7 +27,7 @@ def conventions(described: dict[str, Any]) -> list[str]:
     heads = {"mean": "averaged", "max": "fused by the largest", "min": "fused by the smallest"}[rolled["heads"]]
     cuts = ", ".join(f"{100 * cut:g}" for cut in removed["cuts"])
     explained = "what the model predicts" if settings["target"] == "predicted" else "the label"
-    readout = (
+    kept = (
         "The token at which the prediction is read is never removed, nor are"
         if removed["keep_readout"]
         else "Never removed are"
@@ -41,7 +41,7 @@ def conventions(described: dict[str, Any]) -> list[str]:
         f"Comprehensiveness p(y|x) − p(y|x without r) and sufficiency p(y|x) − p(y|r alone), y being {explained} "
         f"(DeYoung et al. 2020). r are the first tokens of the ranking, {cuts} % of those that can be removed, rounded "
         f"up, at least one; the figure is the mean over the cuts. Tokens are {_REMOVALS[removed['removal']]}. "
-        f"{readout} special tokens.",
+        f"{kept} special tokens.",
         "AUPRC is the average precision of the ranking against the rationale, the mean over annotators. Mass on "
         "relevant tokens is the attention there; of signed attributions, the share of what speaks for the prediction.",
         f"Intervals are 95 % bootstrap intervals over examples ({settings['resamples']} resamples, seed "
@@ -55,13 +55,13 @@ def conventions(described: dict[str, Any]) -> list[str]:
             f"change of the log-probability by at most {number(delta, 2)}."
         )
     if settings["convention"] == "paper":
-        reading = settings["paper_reading"]
+        readout = settings["paper_readout"]
         said.append(
-            f"The paper's convention: rollout is read of sequences padded to {reading['padded_length']} tokens, "
-            f"padding {'masked' if reading['pad_mask'] else 'not masked'}, at the place where the released code reads; "
+            f"The paper's convention: rollout is read of sequences padded to {readout['padded_length']} tokens, "
+            f"padding {'masked' if readout['pad_mask'] else 'not masked'}, at the place where the released code reads; "
             f"examples without relevant tokens count as attention 0; the cut is a share of the padded length, and the "
             f"tokens that sufficiency keeps are in the order of a partial sort."
         )
     else:
-        said.append("Convention: right, not that of the paper's released code.")
+        said.append("Convention: standard, not that of the paper's released code.")
     return said

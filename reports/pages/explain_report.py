@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...analyses.attention.explanation.explanation import Explanation
 from ...analyses.attention.relevance.compared_runs import ALL_TOKENS
-from ...analyses.attention.relevance.figures import READINGS
+from ...analyses.attention.relevance.summary import DEFINITIONS
 from .conventions import conventions
 from .faithfulness_sections import curve_panels, method_section
 from .marked_text import marked_text, most_attended
@@ -44,7 +44,7 @@ def write_explain_report(explanation: Explanation, path: Path, command: str, fol
         answers=_answers(explanation),
         relevance=relevant_attention(explanation),
         dtap=dtap_panels(explanation),
-        dtap_reading=READINGS["DTAP"],
+        dtap_reading=DEFINITIONS["DTAP"],
         heads=heads_section(explanation),
         methods=method_section(explanation),
         curves=curve_panels(explanation),
@@ -72,9 +72,9 @@ def explain_summary(explanation: Explanation) -> dict[str, Any]:
         "accuracy": _accuracy(explanation),
         "method": described["settings"]["main"],
         "convention": described["settings"]["convention"],
-        "relevance": {str(row["figure"]): {name: row[name] for name in columns} for row in main.to_dict("records")},
+        "relevance": {str(row["metric"]): {name: row[name] for name in columns} for row in main.to_dict("records")},
         "methods": {
-            str(method): {str(row["figure"]): {name: row[name] for name in columns} for row in rows.to_dict("records")}
+            str(method): {str(row["metric"]): {name: row[name] for name in columns} for row in rows.to_dict("records")}
             for method, rows in methods.groupby("method", sort=False)
         },
         "left_out": described["left_out"],

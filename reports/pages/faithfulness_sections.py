@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 
 from ...analyses.attention.explanation.explanation import Explanation
-from ...analyses.attention.explanation.tables import AGREEMENT, MASS, beyond_random
-from ...analyses.attention.rationales.faithfulness import MEASURED, RANDOM
+from ...analyses.attention.explanation.tables import AVERAGE_PRECISION, MASS, beyond_random
+from ...analyses.attention.rationales.faithfulness import METRICS, RANDOM
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import cell_of, row_where, share
 
@@ -21,7 +21,7 @@ _NOTHING = dict.fromkeys(("value", "low", "high"), np.nan)
 FIGURES = (
     ("comprehensiveness", "comprehensiveness", max),
     ("sufficiency", "sufficiency", min),
-    (AGREEMENT, "AUPRC", max),
+    (AVERAGE_PRECISION, "AUPRC", max),
     (MASS, MASS, max),
 )
 
@@ -30,28 +30,28 @@ def method_section(explanation: Explanation) -> dict[str, Any]:
     """The table of methods, and what it says of the main one beside random rankings."""
     table, settings = explanation.methods, explanation.description["settings"]
     methods = [method for method in settings["methods"] if method in set(table["method"])]
-    columns = [(figure, label, better) for figure, label, better in FIGURES if figure in set(table["figure"])]
+    columns = [(figure, label, better) for figure, label, better in FIGURES if figure in set(table["metric"])]
     best = {}
     for figure, _, better in columns:
-        values = table[table["figure"] == figure]["value"].dropna().round(_DECIMALS)
+        values = table[table["metric"] == figure]["value"].dropna().round(_DECIMALS)
         # What most methods share tells none of them apart.
         best[figure] = better(values) if 2 * (values == better(values)).sum() <= len(values) else None
     rows = []
     for method in methods:
         cells = []
         for figure, _, _ in columns:
-            found = table[(table["method"] == method) & (table["figure"] == figure)]
+            found = table[(table["method"] == method) & (table["metric"] == figure)]
             cell = cell_of(found.iloc[0] if len(found) else _NOTHING)
             is_best = best[figure] is not None and round(cell["number"], _DECIMALS) == best[figure]
             cells.append({**cell, "best": is_best})
         rows.append({"method": method, "cells": cells})
-    chances = table.groupby("figure")["chance"].first()
+    chances = table.groupby("metric")["chance"].first()
     return {
         "answer": _is_it_faithful(table, settings["main"]),
         "columns": [label for _, label, _ in columns],
         "rows": rows,
         "mass_chance": share(chances[MASS]) if MASS in chances else None,
-        "agreement_chance": share(chances[AGREEMENT]) if AGREEMENT in chances else None,
+        "agreement_chance": share(chances[AVERAGE_PRECISION]) if AVERAGE_PRECISION in chances else None,
         "few": int(table["examples"].min()),
         "many": int(table["examples"].max()),
     }
@@ -65,8 +65,8 @@ def _is_it_faithful(table: pd.DataFrame, main: str) -> list[str]:
         ("comprehensiveness", "Without the first tokens", ("cost more than", "cost less than")),
         ("sufficiency", "With those alone", ("are worse to have alone than", "are better to have alone than")),
     ):
-        ours, theirs = (row_where(table, figure=measure, method=method)["value"] for method in (main, RANDOM))
-        beyond = row_where(table, figure=beyond_random(measure), method=main)
+        ours, theirs = (row_where(table, metric=measure, method=method)["value"] for method in (main, RANDOM))
+        beyond = row_where(table, metric=beyond_random(measure), method=main)
         above, below = beyond["low"] > 0, beyond["high"] < 0
         verdict = f"they {verdicts[0] if above else verdicts[1]}" if above or below else "that cannot be told from"
         sentences.append(
@@ -106,7 +106,7 @@ def curve_panels(explanation: Explanation) -> list[dict[str, Any]]:
     return [
         {
             "legend": [{"swatch": swatch(line.style), "label": line.label} for line in lines],
-            "panels": [_curve_panel(measure, lines, _limits(curves, measure)) for measure in MEASURED],
+            "panels": [_curve_panel(measure, lines, _limits(curves, measure)) for measure in METRICS],
         }
         for lines in groups
     ]

@@ -23,7 +23,7 @@ def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
     if table.empty:
         return None
     shown = table[table["method"].isin(MEASURES)]
-    figures = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["figure"])]
+    figures = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["metric"])]
     groups = []
     for tokens in (ALL_TOKENS, ELSEWHERE):
         of_tokens = shown[shown["tokens"] == tokens]
@@ -31,22 +31,22 @@ def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
         if of_main.empty:
             continue
         rows = [
-            {"method": method, "cells": [cell_of(row_where(of_one, figure=name)) for name in figures]}
+            {"method": method, "cells": [cell_of(row_where(of_one, metric=name)) for name in figures]}
             for method, of_one in of_tokens.groupby("method", sort=False)
         ]
-        chance = [share(row_where(of_main, figure=name)["chance"]) for name in figures]
+        chance = [share(row_where(of_main, metric=name)["chance"]) for name in figures]
         groups.append({"tokens": tokens, "chance": chance, "rows": rows})
     return {
         "answer": _where_it_goes(explanation, shown),
         "figures": figures,
-        "readings": {str(row["figure"]): str(row["reading"]) for row in shown.to_dict("records")},
+        "readings": {str(row["metric"]): str(row["definition"]) for row in shown.to_dict("records")},
         "groups": groups,
     }
 
 
 def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
     settings, relevant = explanation.description["settings"], explanation.description["task"]["relevant"]
-    row = row_where(table, figure="MRTA", tokens=ALL_TOKENS, method=settings["main"])
+    row = row_where(table, metric="MRTA", tokens=ALL_TOKENS, method=settings["main"])
     if row["low"] > row["chance"]:
         verdict = "More than chance"
     else:
@@ -62,7 +62,7 @@ def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
         more = "; other measures, below, say more" if first > 0.9 else ""
         sentences.append(f"The first token of a sequence alone gets {percent(first, 3)} on average{more}.")
     elsewhere = table[
-        (table["figure"] == "MRTA") & (table["tokens"] == ELSEWHERE) & (table["method"] == settings["main"])
+        (table["metric"] == "MRTA") & (table["tokens"] == ELSEWHERE) & (table["method"] == settings["main"])
     ]
     if len(elsewhere):
         row = elsewhere.iloc[0]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from qkov.analyses.attention import MEASURES, Batch, Rollout, readout_rows
-from qkov.analyses.attention.measures.registry import STREAMED, attention_rows
+from qkov.analyses.attention.measures.attention_rows import attention_rows
+from qkov.analyses.attention.measures.registry import streamed_measures
 from qkov.analyses.tasks import Example
 from qkov.circuits import CallError
 
@@ -20,7 +21,7 @@ def test_one_run_gives_what_each_measure_gives_by_itself(tiny):
     model._model.register_forward_pre_hook(lambda *_: runs.append(1))
     found = attention_rows(model, batch)
     assert len(runs) == 1
-    assert tuple(found.measures) == STREAMED
+    assert tuple(found.measures) == streamed_measures()
     for name, rows in found.measures.items():
         torch.testing.assert_close(rows, MEASURES[name](model, batch), rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.heads, readout_rows(model, batch))
@@ -39,7 +40,11 @@ def test_the_settings_hold_for_every_measure():
 
 
 def test_what_one_run_cannot_give_is_refused():
-    with pytest.raises(CallError, match=r"one run gives rollout, .* got gradient rollout"):
+    with pytest.raises(CallError, match=r"gradient rollout runs the model itself; one shared run gives rollout, "):
         attention_rows(ToyAttention(), batch_of(3), ("gradient rollout",))
-    with pytest.raises(CallError, match="not every measure has heads apart"):
+    with pytest.raises(
+        CallError, match="there is no attention measure 'magic'; expected one of rollout, attention flow"
+    ):
+        attention_rows(ToyAttention(), batch_of(3), ("magic",))
+    with pytest.raises(CallError, match="not every measure keeps heads separate"):
         attention_rows(ToyAttention(), batch_of(3), settings=Rollout(heads=(1.0, 0.0, 0.0, 0.0)))

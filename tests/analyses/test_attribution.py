@@ -331,7 +331,7 @@ def test_calls_that_mean_nothing_are_refused():
     with pytest.raises(CallError, match="example 0 has no label; use target='predicted'"):
         attribute(bag, [Example(tokens=(1, 2))], "ablation", target="label")
     for method in ("ablation", "input x gradient", "integrated gradients"):
-        with pytest.raises(CallError, match="a bag has 2 outputs, and number 2 was wanted"):
+        with pytest.raises(CallError, match="a bag has 2 outputs, so there is no output 2"):
             attribute(bag, [Example(tokens=(1, 2), label=2)], method, target="label")
     with pytest.raises(CallError, match="example 0 has the label -1; expected one of its alternatives, from 0"):
         attribute(bag, [Example(tokens=(1, 2), label=-1)], "ablation", target="label")

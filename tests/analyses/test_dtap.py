@@ -15,8 +15,8 @@ from qkov.analyses.attention import (
 )
 from qkov.analyses.attention.intervals import EXACT, mean_intervals
 from qkov.analyses.attention.relevance.compared_runs import ALL_TOKENS, ELSEWHERE
-from qkov.analyses.attention.relevance.figures import READINGS
-from qkov.analyses.attention.relevance.relevant_tokens import RIGHT
+from qkov.analyses.attention.relevance.relevant_tokens import STANDARD
+from qkov.analyses.attention.relevance.summary import DEFINITIONS
 from qkov.circuits import CallError
 from scipy.stats import bootstrap
 
@@ -34,7 +34,7 @@ def run(attention, probability=None, chance=None, elsewhere=None, numbers=None):
         "chance_elsewhere": np.full(count, 0.25) if chance is None else chance,
         "probability": np.full(count, np.nan) if probability is None else probability,
     }
-    return RelevantAttention(pd.DataFrame(columns), RIGHT, ())
+    return RelevantAttention(pd.DataFrame(columns), STANDARD, ())
 
 
 def drawn(count, seed=0):
@@ -42,11 +42,11 @@ def drawn(count, seed=0):
     return run(generator.random(count), generator.random(count), generator.random(count) / 2, generator.random(count))
 
 
-def value(table, figure, tokens=ALL_TOKENS, column="value"):
-    return float(table[(table["figure"] == figure) & (table["tokens"] == tokens)][column].iloc[0])
+def value(table, metric, tokens=ALL_TOKENS, column="value"):
+    return float(table[(table["metric"] == metric) & (table["tokens"] == tokens)][column].iloc[0])
 
 
-def test_figures_by_hand():
+def test_metrics_by_hand():
     attention = np.array([0.9, 0.6, 0.5, 0.1])
     found = relevance_summary(
         run(attention, np.array([0.9, 0.5, 0.9, 0.9]), np.array([0.6, 0.2, 0.2, 0.6])), settings=QUICK
@@ -61,14 +61,14 @@ def test_figures_by_hand():
     assert set(found["examples"]) == {4}
 
 
-def test_thresholds_are_parameters_and_are_in_the_reading():
+def test_thresholds_are_parameters_and_are_in_the_definition():
     attention, probability = np.array([0.9, 0.6, 0.3]), np.array([0.2, 0.9, 0.9])
     found = relevance_summary(run(attention, probability), Thresholds(0.25, 0.1), QUICK)
     assert value(found, "AC") == value(found, "ACMC") == 1.0
-    readings = found.set_index("figure")["reading"]
-    assert "above 0.25 and a probability of the right class above 0.1" in readings["ACMC"].iloc[0]
-    assert "this project's reading" in READINGS["DTAP"]
-    assert Thresholds().reading("AC").endswith("above 0.5")
+    definitions = found.set_index("metric")["definition"]
+    assert "above 0.25 and a probability of the right class above 0.1" in definitions["ACMC"].iloc[0]
+    assert "this project's reading" in DEFINITIONS["DTAP"]
+    assert Thresholds().definition("AC").endswith("above 0.5")
 
 
 def test_sums_that_are_off_by_rounding_are_where_they_should_be():
@@ -95,7 +95,7 @@ def test_the_table_is_numpy_s_histogram(attention_edges, probability_edges, toke
     )
     for table in (given.table, on_edges):
         found = dtap(
-            RelevantAttention(table, RIGHT, ()), attention_edges, probability_edges, tokens=tokens, settings=QUICK
+            RelevantAttention(table, STANDARD, ()), attention_edges, probability_edges, tokens=tokens, settings=QUICK
         )
         names = ("attention", "chance") if tokens == ALL_TOKENS else ("attention_elsewhere", "chance_elsewhere")
         for column, name in zip(("percent", "chance"), names, strict=True):
@@ -136,7 +136,7 @@ def test_seeds_are_averaged_over_the_examples_that_all_have():
     assert value(found, "MRTA") == pytest.approx((0.2 + 0.9 + 0.4 + 0.7) / 4)
     assert set(found["examples"]) == {2}
     assert set(found["runs"]) == {2}
-    assert "ACMC" not in set(found["figure"])
+    assert "ACMC" not in set(found["metric"])
 
 
 def test_examples_with_nothing_elsewhere_are_left_out_there_alone():
@@ -165,7 +165,7 @@ def test_a_difference_is_of_pairs_and_narrower_than_of_two_samples():
     )
     assert value(found, "MRTA", column="chance") == 0
     assert value(found, "MRTA", column="high") - value(found, "MRTA", column="low") < 0.01
-    shuffled = RelevantAttention(other.table.sample(frac=1, random_state=0), RIGHT, ())
+    shuffled = RelevantAttention(other.table.sample(frac=1, random_state=0), STANDARD, ())
     pd.testing.assert_frame_equal(
         relevance_differences(one, shuffled, settings=QUICK), relevance_differences(one, other, settings=QUICK)
     )
@@ -185,15 +185,17 @@ def test_differences_of_cells_are_those_of_two_tables():
 
 def test_what_cannot_be_tabled_is_refused():
     given = drawn(5)
-    with pytest.raises(CallError, match=r"edges of attention should rise, and be two or more; got \(0.0, 0.0, 1.0\)"):
+    with pytest.raises(
+        CallError, match=r"edges of attention should be at least two rising numbers; got \(0.0, 0.0, 1.0\)"
+    ):
         dtap(given, (0.0, 0.0, 1.0), FIFTHS)
     with pytest.raises(CallError, match="tokens should be one of all tokens, without the readout token; got 'some'"):
         dtap(given, FIFTHS, FIFTHS, tokens="some")
-    with pytest.raises(CallError, match="known of no example"):
+    with pytest.raises(CallError, match="known for none of the examples"):
         dtap(run(np.ones(3)), FIFTHS, FIFTHS)
     with pytest.raises(CallError, match="the runs have no example in common"):
         relevance_summary([given, run(np.ones(2), numbers=[8, 9])])
-    with pytest.raises(CallError, match="1 runs were given with 2 to compare them with"):
+    with pytest.raises(CallError, match="1 runs cannot be compared with 2"):
         relevance_differences(given, [given, given])
     with pytest.raises(CallError, match="at least one model, got none"):
         relevance_summary([])

@@ -17,9 +17,9 @@ from qkov.analyses.attention import (
 )
 from qkov.analyses.attention.explanation import files as explanation_files
 from qkov.analyses.attention.explanation.files import is_explanation
-from qkov.analyses.attention.explanation.settings import QUICK_METHODS
-from qkov.analyses.attention.measures.paper_readout import PaperReading
+from qkov.analyses.attention.measures.paper_readout import PaperReadout
 from qkov.analyses.attention.models.alternatives import answers
+from qkov.analyses.attention.rationales.attribution import quick_methods
 from qkov.analyses.tasks import Example, Task
 from qkov.circuits import CallError, QkovError
 
@@ -74,7 +74,7 @@ def test_attention_on_relevant_tokens_is_the_rollouts(toy):
     np.testing.assert_allclose(toy.examples["attention"][:-1], expected, rtol=1e-10)
     np.testing.assert_allclose(toy.examples["chance"][:-1], [1 / length for length in LENGTHS[:-1]])
     assert np.isnan(toy.examples["attention"].iloc[-1])
-    row = toy.relevance.query("method == 'rollout' and figure == 'MRTA' and tokens == 'all tokens'").iloc[0]
+    row = toy.relevance.query("method == 'rollout' and metric == 'MRTA' and tokens == 'all tokens'").iloc[0]
     assert row["value"] == pytest.approx(np.mean(expected))
     assert row["examples"] == len(LENGTHS) - 1
     assert toy.description["left_out"] == {
@@ -110,7 +110,7 @@ def test_tokens_carry_the_weights_of_every_method(toy):
 
 
 def test_the_table_of_methods_is_of_means_over_examples(toy):
-    table = toy.methods.set_index(["method", "figure"])["value"]
+    table = toy.methods.set_index(["method", "metric"])["value"]
     given = toy.faithfulness.query("order == 'given'")
     for method in FEW:
         for measure in ("comprehensiveness", "sufficiency"):
@@ -144,11 +144,11 @@ def test_the_whole_examples_run_once_for_the_maps_and_a_few_times_in_all():
     assert len(runs) == 4
 
 
-def test_every_method_has_its_figures():
-    explanation = explain(ToyAttention(), toy_task(), ExplanationSettings(methods=QUICK_METHODS, resamples=99))
-    figures = explanation.methods.groupby("method")["figure"].agg(set)
-    assert set(figures.index) == set(QUICK_METHODS)
-    assert figures["value norms"] >= {"comprehensiveness", "sufficiency", "average precision"}
+def test_every_method_has_its_metrics():
+    explanation = explain(ToyAttention(), toy_task(), ExplanationSettings(methods=quick_methods(), resamples=99))
+    metrics = explanation.methods.groupby("method")["metric"].agg(set)
+    assert set(metrics.index) == set(quick_methods())
+    assert metrics["value norms"] >= {"comprehensiveness", "sufficiency", "average precision"}
     assert len(explanation.heads) == 12
 
 
@@ -158,7 +158,7 @@ def test_without_relevant_tokens_rankings_alone_are_judged():
     assert explanation.dtap.empty
     assert explanation.heads.empty
     assert explanation.description["left_out"]["relevance"] == {"without a relevant token": len(LENGTHS)}
-    assert set(explanation.methods["figure"]) == {
+    assert set(explanation.methods["metric"]) == {
         "comprehensiveness",
         "sufficiency",
         "comprehensiveness beyond random",
@@ -185,10 +185,10 @@ def test_probabilities_are_among_the_continuations_where_every_example_has_some(
 
 def test_the_papers_convention_reads_padded_sequences_and_counts_examples_without_relevant_tokens():
     model, task = ToyAttention(), toy_task()
-    reading = PaperReading(pad_mask=False, padded_length=9)
-    settings = ExplanationSettings(methods=FEW, perturbation=PAPER, paper_reading=reading)
+    readout = PaperReadout(pad_mask=False, padded_length=9)
+    settings = ExplanationSettings(methods=FEW, perturbation=PAPER, paper_readout=readout)
     explanation = explain(model, task, settings)
-    rows = reading.rows(model, reading.batch(task.in_tokens, model.pad))
+    rows = readout.rows(model, readout.batch(task.in_tokens, model.pad))
     np.testing.assert_allclose(explanation.examples["attention"][:-1], rows[:-1, 1])
     assert explanation.examples["attention"].iloc[-1] == 0
     assert explanation.description["settings"]["convention"] == "paper"
@@ -199,15 +199,15 @@ def test_the_papers_convention_reads_padded_sequences_and_counts_examples_withou
 def test_uniform_attention_is_at_chance_in_the_papers_convention_too(pad_mask, length):
     model = ToyAttention(layers=1)
     model.blocks[0]["W_Q"].zero_()
-    reading = PaperReading(pad_mask=pad_mask, padded_length=length)
-    settings = ExplanationSettings(methods=FEW, perturbation=PAPER, paper_reading=reading)
+    readout = PaperReadout(pad_mask=pad_mask, padded_length=length)
+    settings = ExplanationSettings(methods=FEW, perturbation=PAPER, paper_readout=readout)
     explanation = explain(model, toy_task(), settings)
     # The second token of as many as are seen; of a sequence without padding the paper reads at the first.
     seen = [length if not pad_mask else 0 if tokens >= length else tokens for tokens in LENGTHS[:-1]]
     expected = [1 / tokens if tokens else 0.0 for tokens in seen] + [0.0]
     np.testing.assert_allclose(explanation.examples["attention"], expected, rtol=1e-12)
     np.testing.assert_allclose(explanation.examples["chance"], expected, rtol=1e-12)
-    mean = explanation.relevance.query("figure == 'MRTA' and method == 'rollout' and tokens == 'all tokens'")
+    mean = explanation.relevance.query("metric == 'MRTA' and method == 'rollout' and tokens == 'all tokens'")
     np.testing.assert_allclose(mean[["value", "chance"]], [[np.mean(expected)] * 2], rtol=1e-12)
 
 
@@ -224,17 +224,17 @@ def test_a_label_is_needed_to_explain_it():
     explanation = explain(ToyAttention(), task, ExplanationSettings(methods=FEW))
     assert explanation.examples["correct"].isna().all()
     assert explanation.dtap.empty
-    assert set(explanation.relevance["figure"]) == {"MRTA", "AC"}
+    assert set(explanation.relevance["metric"]) == {"MRTA", "AC"}
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"methods": ("rollout", "magic")}, "there is no method 'magic'; known are integrated gradients"),
+        ({"methods": ("rollout", "magic")}, "there is no method 'magic'; expected some of integrated gradients"),
         ({"methods": ("rollout", "rollout")}, "named twice"),
-        ({"methods": ("random", "rollout")}, "expected a measure of attention"),
-        ({"methods": ()}, "expected a measure of attention"),
-        ({"perturbation": PAPER}, "read in the right convention and tokens are removed in the paper one"),
+        ({"methods": ("random", "rollout")}, "expected an attention measure"),
+        ({"methods": ()}, "expected an attention measure"),
+        ({"perturbation": PAPER}, "read in the standard convention, but tokens are removed in the paper convention"),
         ({"draws": 0}, "random"),
     ],
 )

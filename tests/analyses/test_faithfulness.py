@@ -109,10 +109,10 @@ def test_a_single_token_is_all_that_was_said_where_something_else_is_left():
     np.testing.assert_allclose(found.table[BOTH], [[p(3) - 0.5, 0.0]] * 15, atol=1e-15)
     assert set(found.table["example"]) == {0}
     assert found.left_out == (
-        ("of a single token, without which nothing is left", 1),
+        ("with a single token, without which nothing is left", 1),
         ("without a token that can be removed", 1),
     )
-    with pytest.raises(CallError, match="no example can take part: left out were 1 of a single token"):
+    with pytest.raises(CallError, match="no example can take part: 1 with a single token"):
         faithfulness(model, examples[1:2], {"own": [row(1)]}, EVERYTHING)
     with pytest.raises(CallError, match="no example can take part"):
         faithfulness(model, [], {}, EVERYTHING)
@@ -169,8 +169,8 @@ def test_the_summary_is_the_mean_area_with_an_interval_over_examples():
     summary = found.summary(Bootstrap(resamples=2000))
     assert len(summary) == 3 * 2
     for _, one in summary.iterrows():
-        method, order, measure = one["method"], one["order"], one["measure"]
-        areas = of(found.table, method=method, order=order).groupby("example")[measure].mean()
+        method, order, metric = one["method"], one["order"], one["metric"]
+        areas = of(found.table, method=method, order=order).groupby("example")[metric].mean()
         assert one["value"] == pytest.approx(areas.mean(), abs=1e-12)
         assert one["examples"] == 60
         # A bootstrap interval of a mean is about as wide as the normal one.

@@ -31,7 +31,7 @@ def test_kept_tokens_keep_their_order_and_in_the_paper_that_of_a_partial_sort():
 def test_the_paper_never_takes_padding_or_a_special_token():
     row = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     assert set(PAPER.first(row, (1, 2, 4), 3)) == {1, 2, 4}
-    assert PAPER.reason_against(6, 0) == "of no more tokens than the paper's cut takes"
+    assert PAPER.reason_against(6, 0) == "with no more tokens than the paper's cut takes"
     assert PAPER.reason_against(7, 0) is None
     assert PAPER.reason_against(6, 1) is None
 
@@ -64,7 +64,7 @@ def test_sentences_of_no_more_tokens_than_the_cut_are_left_out_and_counted():
     examples = [Example(tokens=(1, 2, 3)), Example(tokens=(1, 2, 3, 4, 5, 6, 7, 8))]
     rows = {"any": [torch.zeros(3, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)]}
     paper = faithfulness(model, examples, rows, PAPER)
-    assert paper.left_out == (("of no more tokens than the paper's cut takes", 1),)
+    assert paper.left_out == (("with no more tokens than the paper's cut takes", 1),)
     assert set(paper.table["example"]) == {1}
     assert paper.settings.convention == "paper"
     right = faithfulness(model, examples, rows, Perturbation(keep_readout=False))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from qkov.analyses.attention import ERASER, Perturbation
-from qkov.analyses.attention.rationales.perturbation import ERASER_CUTS, keeping, kept_places, merged
+from qkov.analyses.attention.rationales.perturbation import ERASER_CUTS, keeping, kept_positions, merged
 from qkov.analyses.tasks import Example
 from qkov.circuits import CallError
 
@@ -51,14 +51,14 @@ def test_something_is_left_to_the_model_and_something_is_taken():
 def test_how_many_are_taken_does_not_depend_on_what_becomes_of_them(removal):
     settings = Perturbation(removal=removal)
     assert [settings.cut_size(cut, 3, 0) for cut in (0.01, 0.5, 1.0)] == [1, 2, 2]
-    assert settings.reason_against(1, 0) == "of a single token, without which nothing is left"
+    assert settings.reason_against(1, 0) == "with a single token, without which nothing is left"
     assert settings.reason_against(0, 2) == "without a token that can be removed"
     assert settings.reason_against(1, 1) is None
 
 
 def test_the_empty_cut_keeps_nothing_where_nothing_else_is_kept():
     cuts = (0.0, 0.5)
-    assert Perturbation(cuts=cuts).reason_against(4, 0) == "of which the empty cut keeps nothing"
+    assert Perturbation(cuts=cuts).reason_against(4, 0) == "with no token left for sufficiency at a cut of 0"
     assert Perturbation(cuts=cuts).reason_against(4, 1) is None
     assert Perturbation(cuts=cuts, removal="mask token").reason_against(4, 0) is None
 
@@ -83,7 +83,7 @@ def test_deletion_closes_the_gap():
 def test_the_mask_token_stands_in_the_place():
     made, hidden = keeping(EXAMPLE, (0, 2), "mask token", 9)
     assert (made.tokens, made.is_special, hidden) == ((5, 9, 7, 9), EXAMPLE.special, ())
-    with pytest.raises(CallError, match="needs one"):
+    with pytest.raises(CallError, match="needs a mask token"):
         keeping(EXAMPLE, (0, 2), "mask token", None)
 
 
@@ -100,22 +100,22 @@ def test_what_is_never_removed_stays_in_its_place():
 
 def test_special_tokens_and_the_readout_are_kept():
     examples = [EXAMPLE, Example(tokens=(1, 2))]
-    assert kept_places(ToyAttention(causal=True), examples, ERASER) == [{0, 3}, {1}]
-    assert kept_places(ToyAttention(causal=True), examples, Perturbation(keep_readout=False)) == [{0}, frozenset()]
-    assert kept_places(ToyAttention(causal=False), examples, ERASER) == [{0}, {0}]
+    assert kept_positions(ToyAttention(causal=True), examples, ERASER) == [{0, 3}, {1}]
+    assert kept_positions(ToyAttention(causal=True), examples, Perturbation(keep_readout=False)) == [{0}, frozenset()]
+    assert kept_positions(ToyAttention(causal=False), examples, ERASER) == [{0}, {0}]
 
 
 def test_a_model_that_reads_nowhere_keeps_special_tokens_alone():
     model = BagOfWords([0.0] * 10)
     with pytest.raises(CallError, match=r"reads all 4 positions; the token .* set keep_readout=False"):
-        kept_places(model, [EXAMPLE], ERASER)
-    assert kept_places(model, [EXAMPLE], Perturbation(keep_readout=False)) == [{0}]
+        kept_positions(model, [EXAMPLE], ERASER)
+    assert kept_positions(model, [EXAMPLE], Perturbation(keep_readout=False)) == [{0}]
 
 
 def test_a_masked_language_model_keeps_its_mask_token_in_any_case():
     model = ToyAttention(causal=False)
     model.classifies = False
-    assert kept_places(model, [EXAMPLE], Perturbation(keep_readout=False)) == [{0}]
+    assert kept_positions(model, [EXAMPLE], Perturbation(keep_readout=False)) == [{0}]
 
 
 @pytest.mark.parametrize(

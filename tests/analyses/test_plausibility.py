@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from qkov.analyses.attention import Bootstrap, Rationales, plausibility
-from qkov.analyses.attention.rationales.plausibility import PLAUSIBILITY_READINGS
-from qkov.analyses.attention.rationales.rationale_agreement import (
+from qkov.analyses.attention.rationales.plausibility import PLAUSIBILITY_DEFINITIONS
+from qkov.analyses.attention.rationales.rationale_overlap import (
     average_precision,
     random_average_precision,
-    span_agreement,
+    span_precision_recall,
     spans_of,
     token_f1,
     trapezoid_area,
@@ -86,10 +86,10 @@ def test_spans():
 
 
 def test_spans_agree_from_half_of_their_union_on():
-    assert span_agreement(marks("xx......"), marks("xxxx...."), 0.5) == (1.0, 1.0)
-    assert span_agreement(marks("xx......"), marks("xxxxx..."), 0.5) == (0.0, 0.0)
-    assert span_agreement(marks("xx..x..x"), marks("xx......"), 0.5) == (1 / 3, 1.0)
-    assert span_agreement(marks("xx......"), marks("xx......"), 1.0) == (1.0, 1.0)
+    assert span_precision_recall(marks("xx......"), marks("xxxx...."), 0.5) == (1.0, 1.0)
+    assert span_precision_recall(marks("xx......"), marks("xxxxx..."), 0.5) == (0.0, 0.0)
+    assert span_precision_recall(marks("xx..x..x"), marks("xx......"), 0.5) == (1 / 3, 1.0)
+    assert span_precision_recall(marks("xx......"), marks("xx......"), 1.0) == (1.0, 1.0)
 
 
 def eraser_spans(mask):
@@ -126,7 +126,7 @@ def test_a_set_of_examples_against_a_plain_loop_from_eraser_s_definition(iou):
         precisions.append(right / len(ours))
         recalls.append(right / len(theirs))
     precision, recall = np.mean(precisions), np.mean(recalls)
-    summary = found.summary(QUICK).set_index("figure")
+    summary = found.summary(QUICK).set_index("metric")
     assert summary["value"]["token F1"] == pytest.approx(np.mean(token_f1s), rel=1e-12)
     assert summary["value"]["IOU F1"] == pytest.approx(2 * precision * recall / (precision + recall), rel=1e-12)
     mixed = [(weights, mask) for weights, mask in given if not mask.all()]
@@ -174,8 +174,8 @@ def test_a_ranking_in_order_of_the_rationale_is_perfect_and_chance_is_below():
     perfect = found[found["method"] == "perfect"]
     assert perfect["value"].tolist() == [1.0] * 4
     assert set(found["method"]) == {"perfect", "random"}
-    assert perfect["figure"].tolist() == list(PLAUSIBILITY_READINGS)
-    chance = perfect.set_index("figure")["chance"]
+    assert perfect["metric"].tolist() == list(PLAUSIBILITY_DEFINITIONS)
+    chance = perfect.set_index("metric")["chance"]
     assert chance["token F1"] == pytest.approx(0.25)
     assert chance["average precision"] == pytest.approx(random_average_precision(8, 2))
     assert chance[["IOU F1", "AUPRC"]].isna().all()
@@ -197,19 +197,19 @@ def test_examples_without_a_rationale_are_left_out_and_counted():
     found = plausibility(given, {"any": weights})
     assert found.table["example"].tolist() == [1]
     assert found.left_out == (("without a relevant token", 2), ("whose relevant tokens were cut off", 1))
-    with pytest.raises(CallError, match="held against a rationale: 1 without a relevant token"):
+    with pytest.raises(CallError, match="compared with a rationale: 1 without a relevant token"):
         plausibility(given[:1], {"any": weights[:1]})
 
 
 def test_nothing_agrees_and_no_warning_comes():
     found = plausibility([example("x..."), example("x...")], {"any": [row(1, 2, 3, 4)] * 2}, Rationales(share=0.25))
-    summary = found.summary(QUICK).set_index("figure")
+    summary = found.summary(QUICK).set_index("metric")
     assert summary["value"]["IOU F1"] == summary["value"]["token F1"] == 0.0
     assert summary["high"]["IOU F1"] == 0.0
 
 
 def test_where_all_is_marked_there_is_nothing_to_rank():
-    found = plausibility([example("xxx")], {"any": [row(1, 2, 3)]}).summary(QUICK).set_index("figure")
+    found = plausibility([example("xxx")], {"any": [row(1, 2, 3)]}).summary(QUICK).set_index("metric")
     assert found["value"]["token F1"] == found["value"]["IOU F1"] == found["chance"]["token F1"] == 1.0
     assert found["value"][["average precision", "AUPRC"]].isna().all()
     assert found["examples"][["average precision", "AUPRC"]].tolist() == [0, 0]
@@ -217,7 +217,7 @@ def test_where_all_is_marked_there_is_nothing_to_rank():
 
 def test_wrong_calls_are_refused():
     given, weights = [example("x...")], [row(1, 2, 3, 4)]
-    with pytest.raises(CallError, match="share is that of the tokens, above 0 and at most 1; got 5"):
+    with pytest.raises(CallError, match="share is a share of the tokens, above 0 and at most 1; got 5"):
         Rationales(share=5.0)
     with pytest.raises(CallError, match=r"iou is a share, from 0.5 to 1; got 0.2"):
         Rationales(iou=0.2)

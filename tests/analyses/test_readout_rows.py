@@ -61,5 +61,7 @@ def test_heads_that_attend_apart_have_no_min():
 
     model, batch = Apart(layers=1, heads=2), batch_of(2)
     assert last_layer(model, batch).tolist() == [[0.5, 0.5]]
-    with pytest.raises(QkovError, match=r"layer 0: the heads attend to no token of example 0 .* fuse by mean or max"):
+    with pytest.raises(
+        QkovError, match=r"layer 0: the heads together attend to no token of example 0 .* fuse by mean or max"
+    ):
         last_layer(model, batch, "min")

@@ -226,17 +226,20 @@ def test_what_cannot_be_measured_is_refused():
         CallError, match="the row of attention for example 0 has 3 weights; expected one for each of its 4 tokens"
     ):
         one(given, weights[:3])
-    with pytest.raises(CallError, match="is negative; expected attention: of signed attributions give the magnitude"):
+    with pytest.raises(CallError, match="is negative; expected attention: for signed attributions pass the magnitude"):
         one(given, row(0.5, -0.5, 0.5, 0.5))
     with pytest.raises(QkovError, match="a weight of attention for example 0 is not finite"):
         one(given, row(0.5, math.nan, 0.5, 0.0))
-    with pytest.raises(CallError, match="position 4 of example 0 in the batch, which has 4 tokens"):
+    with pytest.raises(
+        CallError,
+        match=r"position 4 of example 0 in the batch cannot be the readout position.* one of the example's 4 tokens",
+    ):
         one(given, weights, readout=4)
     with pytest.raises(
         CallError, match="no example takes part in relevant-token attention: 1 without a relevant token"
     ):
         one(example([0, 0, 0, 0]), weights)
-    with pytest.raises(CallError, match="2 readouts were given for 1 examples"):
+    with pytest.raises(CallError, match="2 readout positions were given for 1 examples"):
         relevance_of([given], [weights], [3, 3], causal=True)
     with pytest.raises(CallError, match=r"no example takes part .*: none was given"):
         relevance_of([], [], [], causal=True)
@@ -248,9 +251,9 @@ def test_what_cannot_be_measured_is_refused():
         relevance.update(batch, weights.expand(2, 4), torch.tensor([3, 1]))
     with pytest.raises(CallError, match=r"rows have shape \[2, 3\]; expected 2 examples first and 4 positions last"):
         relevance.update(batch, torch.ones(2, 3, dtype=torch.float64), torch.tensor([3, 1]))
-    with pytest.raises(CallError, match="probabilities of 1 examples came with a batch of 2"):
+    with pytest.raises(CallError, match="probabilities has 1 entries for a batch of 2 examples"):
         relevance.update(batch, weights.expand(2, 4), torch.tensor([3, 1]), probabilities=np.ones(1))
-    with pytest.raises(CallError, match="numbers of 3 examples came with a batch of 2"):
+    with pytest.raises(CallError, match="numbers has 3 entries for a batch of 2 examples"):
         relevance.update(batch, weights.expand(2, 4), torch.tensor([3, 1]), numbers=[1, 2, 3])
     twice = Relevance(causal=True)
     twice.update(Batch.of([given, given], pad=0), weights.expand(2, 4), torch.tensor([3, 3]), numbers=[5, 5])

@@ -221,7 +221,7 @@ def test_settings_out_of_range_are_refused(settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (Rollout(layers=range(2, 4)), "layers [2, 3] were asked for; toy has 0 to 2"),
+        (Rollout(layers=range(2, 4)), "layers [2, 3] were requested; toy has layers 0 to 2"),
         (Rollout(residual=(0.5, 0.5)), "residual was given for 2 layers; toy has 3"),
         (Rollout(heads=((1.0,) * 4,) * 4), "heads was given for 4 layers; toy has 3"),
         (Rollout(heads=(1.0, 1.0)), "2 weights were given for the 4 heads"),

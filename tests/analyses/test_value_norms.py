@@ -127,7 +127,7 @@ def test_weights_and_inputs_that_do_not_serve_are_refused():
     first = ToyAttention().attention_weights()[0]
     with pytest.raises(CallError, match="layer 3 has no W_OV"):
         TokenValues.of(inputs, AttentionWeights(layer=3, W_Q=first.W_Q, W_K=first.W_K))
-    with pytest.raises(CallError, match="attends to another stream"):
+    with pytest.raises(CallError, match="is cross-attention"):
         TokenValues.of(inputs, replace(first, facts=AttentionFacts(cross=True)))
     norms = ValueNorms([first], {}.__setitem__)
     with pytest.raises(CallError, match="map of layer 0 came before its inputs"):

@@ -113,15 +113,15 @@ def test_the_page_says_the_figures_of_the_tables(explained):
     assert parsed.scripts == 0
     text = html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page[page.index("<main>") :])))
     explanation = read_explanation(explained)
-    row = explanation.relevance.query("method == 'rollout' and figure == 'MRTA' and tokens == 'all tokens'").iloc[0]
+    row = explanation.relevance.query("method == 'rollout' and metric == 'MRTA' and tokens == 'all tokens'").iloc[0]
     assert f"{row['value']:.3f} {row['low']:.3f} to {row['high']:.3f}" in text
     best = explanation.heads.nlargest(1, "attention").iloc[0]
     assert f"head {best['head']:.0f} of layer {best['layer']:.0f}: {100 * best['attention']:.1f} %" in text
     for method, of_one in explanation.methods.groupby("method"):
-        value = of_one.set_index("figure")["value"]["comprehensiveness"]
+        value = of_one.set_index("metric")["value"]["comprehensiveness"]
         assert re.search(rf"{method} {value:.3f}".replace("-", "−"), text)
     assert "this project's reading" in text
-    assert "Convention: right" in text
+    assert "Convention: standard" in text
 
 
 def test_examples_are_marked_and_escaped(explained):
@@ -209,9 +209,9 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
         (["gpt2", "lines", "--data", "lines.jsonl"], "predicts tokens, and lines has classes (bad, good)", 2),
         (["classifier", "agreement", "--data", "pairs.json"], "classifies whole sequences", 2),
         (["gpt2", "agreement", "--methods", "magic"], "there is no method 'magic'", 2),
-        (["gpt2", "agreement", "--methods", "random,rollout"], "expected a measure of attention", 2),
+        (["gpt2", "agreement", "--methods", "random,rollout"], "expected an attention measure", 2),
         (["gpt2", "agreement", "--cuts", "a,b"], "--cuts should be percentages", 2),
-        (["gpt2", "agreement", "--cuts", "500"], "cuts are different shares", 2),
+        (["gpt2", "agreement", "--cuts", "500"], "cuts should be different shares", 2),
         (["gpt2", "agreement", "--removal", "mask", "--limit", "4", "--tokenizer", "no"], "no tokeniser at no", 1),
         (["gpt2", "agreement", "--removal", "shred"], "--removal should be one of delete, mask, attention", 2),
         (["gpt2", "agreement", "--convention", "theirs"], "--convention should be one of standard, paper", 2),
@@ -262,7 +262,7 @@ def test_typed_settings_are_the_settings():
     assert (settings.target, settings.draws, settings.seed, settings.batch_tokens) == ("label", 3, 7, 100)
     assert typed.settings("agreement", residual_stream=True).rollout.residual == 0.5
     paper = ExplainOptions(None, None, "delete", "paper", None, "mean", "predicted", 5, 0, 100)
-    assert paper.settings("hatexplain", residual_stream=True).paper_reading.pad_mask is False
+    assert paper.settings("hatexplain", residual_stream=True).paper_readout.pad_mask is False
     assert paper.settings("agreement", residual_stream=True).perturbation.convention == "paper"
 
 

@@ -1,1 +1,1 @@
-"""One description of a model on a task: every measure, as tables and files."""
+"""An explanation of a model on a task: every measure and method on the same examples, as tables and files."""

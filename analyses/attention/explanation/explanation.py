@@ -1,4 +1,4 @@
-"""Where a model's attention goes on a task, and whether it is faithful: measures of the same examples, in tables."""
+"""Where a model's attention goes on a task, and whether it is faithful: all methods on the same examples, as tables."""
 
 import json
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from ...tasks.example import Example, Task
 from ...versions import versions
-from ..measures.paper_readout import PaperReading
+from ..measures.paper_readout import PaperReadout
 from ..models.alternatives import Answers, answers, are_compared, label_of
 from ..models.model import AttentionModel
 from ..models.tokenisers import written
 from ..rationales.faithfulness import RANDOM, Faithfulness, faithfulness
 from ..rationales.plausibility import plausibility
 from ..relevance.dtap import dtap
-from ..relevance.figures import relevance_summary
 from ..relevance.heads import HeadRelevance
 from ..relevance.relevance import Relevance, RelevantAttention, relevance_of
 from ..relevance.relevant_tokens import Counting
+from ..relevance.summary import relevance_summary
 from .rows import MethodRows, Progress, method_rows
 from .settings import ExplanationSettings
 from .tables import curve_table, example_table, method_table, token_table
@@ -31,22 +31,24 @@ from .tables import curve_table, example_table, method_table, token_table
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """Tables of what was measured, from which a report is drawn.
+    """The results of `explain` as tables, from which a report is made.
 
     Attributes:
-        description: of the model, the task, the settings, what was left out and why, and versions.
-        examples: a row for each: example (its number), id, group, text, tokens, relevant_tokens, cut, label, predicted,
-            right_answer and answer (both in words), right (probability of the label), probability (of what is
-            predicted), correct, attention and chance (of the main method, on relevant tokens).
-        tokens: a row for each token: example, position, token (id), written, start and end (in the text), special,
-            relevance, readout, and the weight that each method gives it.
-        methods: method, figure, value, low, high, chance, examples.
-        faithfulness: of every example, method, order, draw and cut: see `Faithfulness`.
-        curves: method, order, cut, k, comprehensiveness and sufficiency; of random, what the lowest and the highest of
-            its draws give.
-        relevance: MRTA, AC and ACMC of every method of attention: see `relevance_summary`.
-        dtap: cells of the main method: see `Dtap`.
-        heads: attention of each head on relevant tokens: see `HeadRelevance`.
+        description: the model, the task, the settings, what was left out and why, and the versions of libraries.
+        examples: one row for each example, with the columns example (its number), id, group, text, tokens and
+            relevant_tokens (their numbers), cut, label, predicted, right_answer and answer (both in words), right
+            (probability of the label), probability (of the predicted alternative), correct, and attention and chance
+            (the main method's attention on relevant tokens, and its chance level).
+        tokens: one row for each token, with the columns example, position, token (id), written, start and end (in the
+            text), special, relevance, readout, and the weight that each method gives to the token.
+        methods: one row for each method and metric, with the columns method, metric, value, low, high, chance, examples
+            and interval.
+        faithfulness: one row for each example, method, order, draw and cut; see `Faithfulness`.
+        curves: one row for each method, order and cut, with the columns method, order, cut, k, comprehensiveness,
+            sufficiency and, for the random method, the lowest and the highest of its draws' averages.
+        relevance: MRTA, AC and ACMC of every method; see `relevance_summary`.
+        dtap: cells of the main method's DTAP; see `Dtap`.
+        heads: attention of each head on relevant tokens; see `HeadRelevance`.
     """
 
     description: dict[str, Any]
@@ -70,26 +72,29 @@ def explain(
 ) -> Explanation:
     """Measure where a model's attention goes on a task, and how faithful it and other attributions are.
 
-    The same encoded examples and the same predictions serve all measures. Probabilities are those among an example's
-    continuations where every example has several, those of the classes of a classifier, or else those in the whole
-    vocabulary. Where no example has a relevant token, what takes them is left out.
+    All methods use the same encoded examples and the same predictions. Probabilities are those among an example's
+    continuations if every example has several, those of the classes for a classifier, and otherwise those in the whole
+    vocabulary. If no example has a relevant token, the tables about relevant tokens are empty.
 
     Args:
-        model: that predicts.
-        task: in tokens of the model: see `fit_task`.
-        settings: what is measured, and how.
-        tokeniser: for the tokens' names; without one they are called by their ids.
-        progress: called with how much of a part of the work is done, of how much, and which part.
+        model: the model that predicts.
+        task: a task in tokens of the model; see `fit_task`.
+        settings: which methods are measured, and how; by default `ExplanationSettings()`.
+        tokeniser: tokenizer that gives the tokens' names; without one they are named by their ids.
+        progress: called with the amount of work that is done, the amount of all, and the name of the work.
+
+    Returns:
+        The results as tables.
 
     Raises:
-        CallError: the task, the settings and the model do not go together.
-        QkovError: a figure of the model is not finite.
+        CallError: The task, the settings and the model do not fit together.
+        QkovError: A value that the model gives is not finite.
     """
     settings = settings or ExplanationSettings()
     note = progress or _silent
     examples = task.in_tokens
     compared = are_compared(examples)
-    found = answers(
+    predicted = answers(
         model,
         task,
         among_alternatives=compared,
@@ -97,7 +102,7 @@ def explain(
         progress=lambda done, total: note(done, total, "predictions"),
     )
     if settings.target == "predicted":
-        targets = found.predicted.tolist()
+        targets = predicted.predicted.tolist()
     else:
         targets = [label_of(example, number) for number, example in enumerate(examples)]
     counting = Counting(convention=settings.convention)
@@ -106,7 +111,7 @@ def explain(
     faithful = faithfulness(
         model,
         examples,
-        {name: given for name, given in rows.rows.items() if name != RANDOM},
+        {name: of_method for name, of_method in rows.rows.items() if name != RANDOM},
         settings.perturbation,
         target=settings.target,
         among_alternatives=compared,
@@ -115,21 +120,21 @@ def explain(
         batch_tokens=settings.batch_tokens,
         progress=lambda done, total: note(done, total, "perturbed inputs"),
     )
-    relevant = _relevant(model, examples, rows, found, settings)
-    agreement = plausibility(examples, rows.rows) if relevant else None
+    relevant = _relevant(model, examples, rows, predicted, settings)
+    plausible = plausibility(examples, rows.rows) if relevant else None
     main = relevant.get(settings.main)
     summaries = [
-        relevance_summary(given, settings.thresholds, settings.bootstrap).assign(method=name)
-        for name, given in relevant.items()
+        relevance_summary(of_method, settings.thresholds, settings.bootstrap).assign(method=name)
+        for name, of_method in relevant.items()
     ]
     relevance = pd.concat(summaries, ignore_index=True) if summaries else pd.DataFrame()
     has_cells = main is not None and main.table["probability"].notna().any()
     name = written(tokeniser)
     return Explanation(
         description=described(model, task, settings, compared, rows, faithful, main),
-        examples=example_table(task, found, main, name),
+        examples=example_table(task, predicted, main, name),
         tokens=token_table(examples, rows, name),
-        methods=method_table(faithful, relevance, agreement, settings),
+        methods=method_table(faithful, relevance, plausible, settings),
         faithfulness=faithful.table,
         curves=curve_table(faithful),
         relevance=relevance,
@@ -141,28 +146,32 @@ def explain(
 
 
 def _relevant(
-    model: AttentionModel, examples: Sequence[Example], rows: MethodRows, found: Answers, settings: ExplanationSettings
+    model: AttentionModel,
+    examples: Sequence[Example],
+    rows: MethodRows,
+    predicted: Answers,
+    settings: ExplanationSettings,
 ) -> dict[str, RelevantAttention]:
-    """The attention of each method on relevant tokens; of signed attributions, what speaks for the target.
+    """Return the attention of each method on relevant tokens; for signed attributions, their positive part.
 
-    A method whose weights are nowhere above zero where there is a relevant token has none.
+    A method is left out if none of its weights is above zero in any example with a relevant token.
     """
     has_relevant = [example.relevance is not None for example in examples]
-    counting, reading = Counting(convention=settings.convention), settings.paper_reading
+    counting, paper = Counting(convention=settings.convention), settings.paper_readout
     relevant = {}
-    for name, given in rows.rows.items():
-        positive = [row.clamp_min(0) for row in given]
+    for name, of_method in rows.rows.items():
+        positive = [row.clamp_min(0) for row in of_method]
         if not any(has and bool(row.any()) for has, row in zip(has_relevant, positive, strict=True)):
             continue
-        if reading is not None and name == "rollout":
-            relevant[name] = _of_padded_sequences(model, examples, positive, reading, found)
+        if paper is not None and name == "rollout":
+            relevant[name] = _of_padded_sequences(model, examples, positive, paper, predicted)
         else:
             relevant[name] = relevance_of(
                 examples,
                 positive,
                 rows.readouts,
                 causal=model.causal,
-                probabilities=found.right,
+                probabilities=predicted.right,
                 settings=counting,
             )
     return relevant
@@ -172,22 +181,25 @@ def _of_padded_sequences(
     model: AttentionModel,
     examples: Sequence[Example],
     rows: Sequence[Float64[Tensor, " _position"]],
-    reading: PaperReading,
-    found: Answers,
+    paper: PaperReadout,
+    predicted: Answers,
 ) -> RelevantAttention:
-    """The paper's reading; chance is over all that attention could go to, padding that is not masked among it."""
-    batch = reading.batch(examples, model.pad)
+    """Return relevant-token attention in the paper's convention.
+
+    The chance level is over all positions to which attention could go, including padding that is not masked.
+    """
+    batch = paper.batch(examples, model.pad)
     padded = torch.zeros(batch.mask.shape, dtype=torch.float64)
-    for place, row in enumerate(rows):
-        own = row[: reading.padded_length]
-        padded[place, : len(own)] = own
+    for number, row in enumerate(rows):
+        own = row[: paper.padded_length]
+        padded[number, : len(own)] = own
     relevance = Relevance(model.causal, Counting(convention="paper"))
-    relevance.update(batch, padded, reading.readout(batch), probabilities=found.right)
+    relevance.update(batch, padded, paper.readout(batch), probabilities=predicted.right)
     return relevance.compute()
 
 
 def _silent(done: int, total: int, what: str) -> None:
-    """Take progress and show none."""
+    """Ignore progress."""
 
 
 def described(
@@ -199,16 +211,16 @@ def described(
     faithful: Faithfulness,
     main: RelevantAttention | None,
 ) -> dict[str, Any]:
-    """Return it as it comes back from JSON.
+    """Return the description of an explanation, in the form in which it is read back from JSON.
 
     Args:
-        model: that was explained.
-        task: in tokens.
-        settings: of the explanation.
+        model: the model that was explained.
+        task: the task, in tokens.
+        settings: settings of the explanation.
         compared: whether probabilities are those among an example's continuations.
-        rows: of the methods.
-        faithful: as measured.
-        main: relevant-token attention of the main method; None where no example has a relevant token.
+        rows: rows of all methods.
+        faithful: results on faithfulness.
+        main: relevant-token attention of the main method; None if no example has a relevant token.
     """
     examples = task.in_tokens
     without = {"without a relevant token": len(examples)}
@@ -231,7 +243,7 @@ def described(
             "attention_bins": list(task.attention_bins),
             "probability_bins": list(task.probability_bins),
         },
-        "settings": asdict(settings) | {"convention": settings.convention, "main": settings.main},
+        "settings": _described_settings(settings),
         "probability": "classes" if model.classifies else "continuations" if compared else "vocabulary",
         "left_out": {
             "task": dict(task.left_out),
@@ -242,3 +254,10 @@ def described(
         "versions": versions(),
     }
     return json.loads(json.dumps(description, allow_nan=False))
+
+
+def _described_settings(settings: ExplanationSettings) -> dict[str, Any]:
+    described = asdict(settings) | {"convention": settings.convention, "main": settings.main}
+    if settings.rollout.layers is not None:
+        described["rollout"]["layers"] = list(settings.rollout.layers)
+    return described

@@ -1,4 +1,4 @@
-"""An explanation in a folder: a Parquet file for each table, and explanation.json, which is written last."""
+"""An explanation in a folder: one Parquet file for each table, and explanation.json, which is written last."""
 
 import io
 import json
@@ -11,21 +11,28 @@ from ....circuits.errors import CallError, QkovError, reason
 from ....circuits.storage.atomic_write import write_atomically
 from .explanation import Explanation
 
-FORMAT = "qkov explanation 1"
+FORMAT = "qkov explanation 2"
 _DESCRIPTION = "explanation.json"
 _TABLES = tuple(field.name for field in fields(Explanation) if field.name != "description")
 
 
 def is_explanation(folder: Path) -> bool:
-    """Whether a folder holds an explanation."""
+    """Return whether a folder holds a complete explanation."""
     return (folder / _DESCRIPTION).is_file()
 
 
 def write_explanation(explanation: Explanation, folder: Path) -> None:
-    """Write an explanation; one that is there is replaced, and is none until that is done.
+    """Write an explanation to a folder, one Parquet file for each table and explanation.json.
+
+    An explanation that is already in the folder is replaced. Until all files are written the folder does not count as
+    an explanation.
+
+    Args:
+        explanation: the explanation.
+        folder: folder to write to; it is created if necessary.
 
     Raises:
-        CallError: the folder cannot be written to.
+        CallError: The folder cannot be written to.
     """
     tables = {name: _as_parquet(getattr(explanation, name)) for name in _TABLES}
     if folder.is_dir():
@@ -37,11 +44,11 @@ def write_explanation(explanation: Explanation, folder: Path) -> None:
 
 
 def read_explanation(folder: Path) -> Explanation:
-    """Return the explanation in a folder.
+    """Return the explanation that `write_explanation` wrote to a folder.
 
     Raises:
-        CallError: there is none, or it is of another version.
-        QkovError: a file is missing or damaged.
+        CallError: The folder holds no explanation, or one of another version of qkov.
+        QkovError: A file is missing or damaged.
     """
     if not is_explanation(folder):
         raise CallError(f"{folder} holds no explanation; expected a folder that qkov explain wrote")

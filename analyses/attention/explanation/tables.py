@@ -10,24 +10,31 @@ from ...tasks.example import Example, Task
 from ..intervals import mean_intervals
 from ..models.alternatives import Answers
 from ..models.tokenisers import Written
-from ..rationales.faithfulness import MEASURED, RANDOM, Faithfulness
+from ..rationales.faithfulness import METRICS, RANDOM, Faithfulness
 from ..rationales.plausibility import Plausibility
 from ..relevance.compared_runs import ALL_TOKENS
 from ..relevance.relevance import RelevantAttention
 from .rows import MethodRows
 from .settings import ExplanationSettings
 
-#: The figures of a method beside those of faithfulness.
-MASS, AGREEMENT = "mass on relevant tokens", "average precision"
+#: The metrics of a method other than those of faithfulness.
+MASS, AVERAGE_PRECISION = "mass on relevant tokens", "average precision"
 
 
-def beyond_random(measure: str) -> str:
-    """Return the name of a figure that is a method's less that of random rankings of the same examples."""
-    return f"{measure} beyond random"
+def beyond_random(metric: str) -> str:
+    """Return the name of the metric that is a method's value minus that of random rankings of the same examples."""
+    return f"{metric} beyond random"
 
 
 def example_table(task: Task, answers: Answers, main: RelevantAttention | None, name: Written) -> pd.DataFrame:
-    """Return a row for each example; see `Explanation`."""
+    """Return one row for each example; see `Explanation.examples`.
+
+    Args:
+        task: the task, in tokens.
+        answers: the model's answers.
+        main: relevant-token attention of the main method; None if no example has a relevant token.
+        name: writes tokens as text.
+    """
     examples = task.in_tokens
     table = pd.DataFrame(
         {
@@ -59,13 +66,20 @@ def example_table(task: Task, answers: Answers, main: RelevantAttention | None, 
 
 
 def token_table(examples: Sequence[Example], rows: MethodRows, name: Written) -> pd.DataFrame:
-    """Return a row for each token of each example; see `Explanation`."""
+    """Return one row for each token of each example; see `Explanation.tokens`.
+
+    Args:
+        examples: the examples.
+        rows: rows of all methods.
+        name: writes tokens as text.
+    """
     numbers = np.repeat(np.arange(len(examples)), [len(example.tokens) for example in examples])
     tokens = [token for example in examples for token in example.tokens]
     known = {token: name([token]) for token in set(tokens)}
     spans = [span for example in examples for span in example.spans or [(-1, -1)] * len(example.tokens)]
     relevance = [
-        np.zeros(len(example.tokens)) if (given := example.relevance) is None else given.numpy() for example in examples
+        np.zeros(len(example.tokens)) if (weights := example.relevance) is None else weights.numpy()
+        for example in examples
     ]
     positions = np.concatenate([np.arange(len(example.tokens)) for example in examples])
     return pd.DataFrame(
@@ -79,41 +93,51 @@ def token_table(examples: Sequence[Example], rows: MethodRows, name: Written) ->
             "special": [special for example in examples for special in example.is_special],
             "relevance": np.concatenate(relevance),
             "readout": positions == np.array(rows.readouts)[numbers],
-            **{method: np.concatenate([row.numpy() for row in given]) for method, given in rows.rows.items()},
+            **{method: np.concatenate([row.numpy() for row in of_method]) for method, of_method in rows.rows.items()},
         }
     )
 
 
 def method_table(
-    faithful: Faithfulness, relevance: pd.DataFrame, agreement: Plausibility | None, settings: ExplanationSettings
+    faithful: Faithfulness, relevance: pd.DataFrame, plausible: Plausibility | None, settings: ExplanationSettings
 ) -> pd.DataFrame:
-    """Return a row for each method and figure, with its interval over examples."""
+    """Return one row for each method and metric, with its interval over examples; see `Explanation.methods`.
+
+    Args:
+        faithful: results on faithfulness.
+        relevance: MRTA, AC and ACMC of every method.
+        plausible: results on plausibility; None if no example has a relevant token.
+        settings: settings of the explanation.
+    """
     summary = faithful.summary(settings.bootstrap)
-    parts = [summary[summary["order"] == "given"].rename(columns={"measure": "figure"})]
-    parts += [_less_random(faithful, measure, settings) for measure in MEASURED if RANDOM in settings.methods]
-    if agreement is not None:
-        plausible = agreement.summary(settings.bootstrap)
-        parts.append(plausible[plausible["figure"] == AGREEMENT])
-        mass = relevance[(relevance["figure"] == "MRTA") & (relevance["tokens"] == ALL_TOKENS)]
-        parts.append(mass.assign(figure=MASS))
+    parts = [summary[summary["order"] == "given"]]
+    parts += [_less_random(faithful, metric, settings) for metric in METRICS if RANDOM in settings.methods]
+    if plausible is not None:
+        by_metric = plausible.summary(settings.bootstrap)
+        parts.append(by_metric[by_metric["metric"] == AVERAGE_PRECISION])
+        mass = relevance[(relevance["metric"] == "MRTA") & (relevance["tokens"] == ALL_TOKENS)]
+        parts.append(mass.assign(metric=MASS))
     table = pd.concat(parts, ignore_index=True)
-    return table.reindex(columns=["method", "figure", "value", "low", "high", "chance", "examples", "interval"])
+    return table.reindex(columns=["method", "metric", "value", "low", "high", "chance", "examples", "interval"])
 
 
-def _less_random(faithful: Faithfulness, measure: str, settings: ExplanationSettings) -> pd.DataFrame:
-    """What each method's figure is beyond that of random rankings, example by example: their spread is in common."""
+def _less_random(faithful: Faithfulness, metric: str, settings: ExplanationSettings) -> pd.DataFrame:
+    """Return each method's metric minus that of random rankings, computed example by example.
+
+    Examples are paired because the two share much of the spread between examples.
+    """
     given = faithful.aopc().query("order == 'given'")
-    by_method = given.pivot_table(index="example", columns="method", values=measure, sort=False)
+    by_method = given.pivot_table(index="example", columns="method", values=metric, sort=False)
     others = by_method.drop(columns=RANDOM)
     less = others.sub(by_method[RANDOM], axis=0)
-    found = mean_intervals(less.to_numpy().T[:, None], settings.bootstrap)
-    return found.assign(method=list(others.columns), figure=beyond_random(measure))
+    means = mean_intervals(less.to_numpy().T[:, None], settings.bootstrap)
+    return means.assign(method=list(others.columns), metric=beyond_random(metric))
 
 
 def curve_table(faithful: Faithfulness) -> pd.DataFrame:
-    """Return means over examples for each method, order and cut; of random rankings the band of their draws, too."""
+    """Return the means over examples for each method, order and cut, with the band of the random method's draws."""
     curves = faithful.curves()
-    columns = [f"{measure}_{edge}" for measure in MEASURED for edge in ("lowest", "highest")]
+    columns = [f"{metric}_{edge}" for metric in METRICS for edge in ("lowest", "highest")]
     if RANDOM not in set(curves["method"]):
         return curves.assign(**dict.fromkeys(columns, math.nan))
     band = faithful.random_band()[["cut", *columns]].assign(method=RANDOM)
@@ -121,7 +145,7 @@ def curve_table(faithful: Faithfulness) -> pd.DataFrame:
 
 
 def _in_words(task: Task, example: Example, alternative: int, name: Written) -> str:
-    """An alternative as people would say it."""
+    """Return the name of an alternative: that of a class, or the text of a continuation or token."""
     if task.classes:
         return task.classes[alternative]
     if example.continuations:

@@ -1,1 +1,1 @@
-"""Measures of where attention goes: rollout, attention flow, value norms and others."""
+"""Attention measures, such as rollout, attention flow and value norms, and their registry."""

@@ -1,4 +1,4 @@
-"""What maps, readouts and rows have to be for their examples."""
+"""Checks that attention maps, readout positions and rows of weights fit their examples."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,16 @@ from ...tasks.example import Example
 def demand_map(
     layer: int, attention: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch position"]
 ) -> None:
-    """CallError for a map that is not of the batch."""
+    """Refuse an attention map that does not have the batch's shape.
+
+    Args:
+        layer: number of the layer, for the message.
+        attention: the layer's attention map.
+        mask: token mask of the batch.
+
+    Raises:
+        CallError: The map has another number of examples or positions than the batch.
+    """
     examples, length = mask.shape
     if attention.shape[0] != examples or attention.shape[2:] != (length, length):
         raise CallError(
@@ -23,29 +32,38 @@ def demand_map(
 
 
 def one_hot(readout: Int[Tensor, " batch"], mask: Bool[Tensor, "batch position"]) -> Float64[Tensor, "batch position"]:
-    """Return rows that are 1 at one position of each example, on the CPU.
+    """Return rows that are 1 at the readout position of each example and 0 elsewhere, on the CPU.
+
+    Args:
+        readout: readout position of each example.
+        mask: token mask of the batch.
 
     Raises:
-        CallError: a position is not that of a token.
+        CallError: A readout position is not that of a token.
     """
     readout, mask = readout.cpu(), mask.cpu()
-    places = torch.arange(mask.shape[1])[None] == readout[:, None]
-    outside = ~(places & mask).any(dim=1)
+    is_readout = torch.arange(mask.shape[1])[None] == readout[:, None]
+    outside = ~(is_readout & mask).any(dim=1)
     if outside.any():
         example = int(outside.nonzero()[0])
         raise CallError(
-            f"attention was to be read at position {int(readout[example])} of example {example} in the batch, which "
-            f"has {int(mask[example].sum())} tokens: padding attends to nothing"
+            f"position {int(readout[example])} of example {example} in the batch cannot be the readout position: it is "
+            f"not that of one of the example's {int(mask[example].sum())} tokens, and padding attends to nothing"
         )
-    return places.double()
+    return is_readout.double()
 
 
 def demand_rows(method: str, rows: Sequence[Float64[Tensor, " _token"]], examples: Sequence[Example]) -> None:
-    """Refuse rows of a method that are not those of the examples.
+    """Refuse rows of weights that do not fit the examples.
+
+    Args:
+        method: name of the method, for the message.
+        rows: for each example the weight of each of its tokens.
+        examples: the examples.
 
     Raises:
-        CallError: there are not as many, or one has not as many weights as its example has tokens.
-        QkovError: a weight is not finite.
+        CallError: There is not one row for each example, or a row does not have one weight for each token.
+        QkovError: A weight is not finite.
     """
     if len(rows) != len(examples):
         raise CallError(f"{method} has rows for {len(rows)} examples; expected {len(examples)}")

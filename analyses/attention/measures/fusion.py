@@ -1,4 +1,4 @@
-"""One map out of the heads of a layer: fused, its small entries dropped, padding kept out."""
+"""Fusion of a layer's heads into one attention map, without its smallest entries and without padding."""
 
 from typing import Literal
 
@@ -8,21 +8,25 @@ from torch import Tensor
 
 from ....circuits.errors import CallError
 
-#: How the heads of a layer become one map: a name, or a weight for every head.
-HeadFusion = Literal["mean", "max", "min"] | tuple[float, ...]
+#: How the heads of a layer become one map, by name.
+NamedFusion = Literal["mean", "max", "min"]
+#: How the heads of a layer become one map: by name, or as a sum with one weight for each head.
+HeadFusion = NamedFusion | tuple[float, ...]
 
 
 def fuse_heads(
     attention: Float[Tensor, "batch head query key"], heads: HeadFusion = "mean"
 ) -> Float[Tensor, "batch query key"]:
-    """Return one map over all heads, without gradient, in float32 at least; its rows need not sum to 1.
+    """Return one attention map over all heads, without gradient and in float32 or better.
+
+    The rows of the result need not sum to 1.
 
     Args:
-        attention: the maps of a layer.
+        attention: attention maps of one layer.
         heads: mean, max or min over the heads, entry by entry, or the weights of a weighted sum.
 
     Raises:
-        CallError: there are not as many weights as heads.
+        CallError: The number of weights differs from the number of heads.
     """
     attention = attention.detach()
     dtype = torch.promote_types(attention.dtype, torch.float32)
@@ -38,27 +42,50 @@ def fuse_heads(
     return fused
 
 
+def named_fusion(heads: HeadFusion | tuple[tuple[float, ...], ...]) -> NamedFusion:
+    """Return how heads are fused, by name.
+
+    Raises:
+        CallError: Weights of heads were given.
+    """
+    if not isinstance(heads, str):
+        raise CallError(
+            "weights of heads were given, but not every measure keeps heads separate; expected mean, max or min"
+        )
+    return heads
+
+
 def hide_padding(
     fused: Float[Tensor, "batch query key"], mask: Bool[Tensor, "batch position"]
 ) -> Float[Tensor, "batch query key"]:
-    """Set the rows and the columns of padding to zero, in place, whatever was there."""
+    """Set the rows and columns of padding to zero, in place, whatever their values, and return the map.
+
+    Args:
+        fused: attention maps, heads fused.
+        mask: token mask of the batch.
+    """
     padding = ~mask.to(fused.device)
     return fused.masked_fill_(padding[:, None, :], 0.0).masked_fill_(padding[:, :, None], 0.0)
 
 
 def discard_smallest(fused: Float[Tensor, "batch query key"], share: float) -> Float[Tensor, "batch query key"]:
-    """Set the smallest entries of every row to zero, in place.
+    """Set the smallest entries of every row to zero, in place, and return the map.
 
-    Of the k keys that a query attends to at all, those below its (floor(share k) + 1)-th smallest attention are
-    dropped: at most the share, fewer where entries tie, so that uniform attention stays uniform, and never all of them.
-    What a token gives to itself is never dropped. The share is of each row and not, as elsewhere, of the whole map: in
-    a causal map late queries have small entries because they see many keys, and would lose nearly all of them.
+    If a query attends to k keys with a weight above 0, the keys below its (floor(share k) + 1)-th smallest weight are
+    dropped. That is at most the given share of them, fewer where entries tie, so that uniform attention stays uniform,
+    and never all of them. The attention of a token to itself is never dropped. The share is taken of each row and not,
+    as elsewhere, of the whole map: in a causal map late queries have small entries because they see many keys, and
+    would lose nearly all of them.
+
+    Args:
+        fused: attention maps, heads fused.
+        share: share of each query's keys to drop, from 0 to less than 1.
     """
     if share == 0:
         return fused
     seen = fused > 0
     count = seen.sum(dim=-1, keepdim=True)
-    # 0.29 * 100 is a little less than 29 in floating point.
+    # 0.29 * 100 is slightly less than 29 in floating point.
     dropped = (share * count.double() + 1e-9).long().clamp(max=fused.shape[-1] - 1)
     threshold = fused.masked_fill(~seen, torch.inf).sort(dim=-1).values.gather(-1, dropped)
     below = fused < threshold

@@ -1,4 +1,4 @@
-"""Rollout of attention weighted by the gradient of the prediction: what speaks for it, layer by layer."""
+"""Rollout of attention weighted by the gradient of the prediction: attention that supports it, layer by layer."""
 
 import torch
 from jaxtyping import Float, Float64
@@ -15,33 +15,37 @@ from .fusion import hide_padding
 def gradient_rollout(
     model: AttentionModel, batch: Batch, target: Target = "predicted", *, normalised: bool = False
 ) -> Float64[Tensor, "batch position"]:
-    """Return the relevance of each token for the target, read where the prediction is; rows sum to 1.
+    """Return the relevance of each token for the target, read where the prediction is read.
 
         M_l = mean over heads of (gradient * attention of layer l)^+      R <- R + M_l R, from R = I
 
-    The identity that R starts from, which makes every token its own explanation, is left out of the row: what is
-    returned came through attention. A row in which nothing speaks for the target is all zero. The row alone is carried
-    back through the layers, in O(layers * n^2); but gradients of all maps are needed at once, so the batch's maps are
-    all held, which no other measure does.
+    M_l and R are [query, key]. The identity that R starts from, which makes every token its own explanation, is left
+    out of the row, so the row holds only what came through attention. If nothing supports the target, the row is all
+    zero. Only the row is carried back through the layers, in O(layers * n^2) for n positions; but the gradients of all
+    maps are needed at once, so all maps of the batch are held in memory, which no other measure needs.
 
     Args:
-        model: whose attention it is.
-        batch: of examples.
-        target: of whose log-probability the gradient is taken; of continuations of several tokens, the first token's.
-        normalised: whether the rows of I + M_l are brought to sum 1. M_l is otherwise weighted by the size of its
+        model: the model whose attention is measured.
+        batch: examples.
+        target: the alternative whose log-probability is differentiated: what the model predicts, or the example's
+            label. For continuations of several tokens it is that of the first token.
+        normalised: whether to divide the rows of I + M_l by their sums. Otherwise M_l is weighted by the size of its
             gradient, which differs from layer to layer.
 
+    Returns:
+        [batch, position]; each row sums to 1 over the tokens of its example, or is all zero.
+
     Raises:
-        CallError: the label is asked for of an example that has none, or none of the alternatives, or there is no such
-            target.
-        QkovError: the model gives maps without gradient, or gradients that are not finite.
+        CallError: The label is the target and an example has none or one that is not among the alternatives, or the
+            target is unknown.
+        QkovError: The model gives maps without gradient, or gradients that are not finite.
 
     Source: Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and Encoder-Decoder
-    Transformers", 2021, equations 5 and 6. There the gradient is the logit's, here the log-probability's.
+    Transformers", 2021, equations 5 and 6. They differentiate the logit; here it is the log-probability.
     """
     own = one_hot(model.reading_positions(batch), batch.mask)
     through = torch.zeros_like(own)
-    # Kept apart: gradients of a sure prediction are tiny, and would be lost beside the identity's 1.
+    # The two are kept apart: gradients of a confident prediction are tiny and would be lost beside the identity's 1.
     for weighted in reversed(weighted_maps(model, batch, target)):
         own, through = own.to(weighted.device), through.to(weighted.device)
         if normalised:
@@ -55,7 +59,17 @@ def gradient_rollout(
 def weighted_maps(
     model: AttentionModel, batch: Batch, target: Target = "predicted"
 ) -> list[Float64[Tensor, "batch query key"]]:
-    """Return M_l of every layer, zero in the rows and columns of padding; arguments as of `gradient_rollout`."""
+    """Return M_l of every layer, with the rows and columns of padding set to zero.
+
+    Args:
+        model: the model whose attention is measured.
+        batch: examples.
+        target: the alternative whose log-probability is differentiated.
+
+    Raises:
+        CallError: The target is unknown, or a label is missing or not among the alternatives.
+        QkovError: The model gives maps without gradient, or gradients that are not finite.
+    """
     demand_target(target)
     maps: list[Tensor] = []
 
@@ -66,7 +80,7 @@ def weighted_maps(
         maps.append(attention)
 
     with torch.enable_grad():
-        # Weights may be frozen; what is embedded asks for gradients whatever they do.
+        # The weights may be frozen; the embeddings require gradients in any case.
         embedded = model.embed(batch.tokens).detach().requires_grad_()
         logits = model.logits(batch.tokens, batch.mask, maps=keep, embedded=embedded)
         total = torch.stack(_targets(batch, model.log_probabilities(batch, logits), target)).sum()
@@ -77,16 +91,16 @@ def weighted_maps(
     for layer, (attention, gradient) in enumerate(zip(maps, gradients, strict=True)):
         if gradient is None:
             raise QkovError(f"the prediction of {model.name} does not depend on the map of layer {layer} that it gave")
-        speaks = (upcast(gradient) * upcast(attention)).clamp_min_(0).mean(dim=1)
-        if not hide_padding(speaks, batch.mask).isfinite().all():
+        supporting = (upcast(gradient) * upcast(attention)).clamp_min_(0).mean(dim=1)
+        if not hide_padding(supporting, batch.mask).isfinite().all():
             raise QkovError(f"the gradient of the map of layer {layer} of {model.name} is not finite")
-        weighted.append(speaks)
+        weighted.append(supporting)
     return weighted
 
 
 def _targets(batch: Batch, log_probabilities: list[Tensor], target: Target) -> list[Tensor]:
-    """The log-probability of each example's target."""
+    """Return the log-probability of each example's target."""
     return [
-        found.max() if target == "predicted" else found[label_of(example, place, len(found))]
-        for place, (example, found) in enumerate(zip(batch.examples, log_probabilities, strict=True))
+        alternatives.max() if target == "predicted" else alternatives[label_of(example, number, len(alternatives))]
+        for number, (example, alternatives) in enumerate(zip(batch.examples, log_probabilities, strict=True))
     ]

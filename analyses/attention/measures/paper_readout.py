@@ -1,4 +1,4 @@
-"""Attention as the paper's released code reads it: of padded sequences, at places of its own."""
+"""The readout of the paper's released code: attention of padded sequences, read at positions of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,43 +15,49 @@ from ..paper_convention import PADDED_LENGTH
 from .readout_rows import ReadoutRows
 from .rollout import FusedMaps, Rollout
 
-#: `rollout`: heads averaged, as in the paper's table. `head 0`: that head alone, as in some of its figures. `layer
-#: maximum`: the largest of all layers' attention, token by token, heads averaged: its mass can pass 1.
-Figure = Literal["rollout", "head 0", "layer maximum"]
+#: How the released code makes one row out of heads and layers. `rollout`: heads averaged, as in the paper's table.
+#: `head 0`: the rollout of that head alone, as in some of the paper's figures. `layer maximum`: for each token the
+#: largest attention over the layers, heads averaged; such a row can sum to more than 1.
+PaperMeasure = Literal["rollout", "head 0", "layer maximum"]
 
 
 @dataclass(frozen=True)
-class PaperReading:
-    """How a task's attention is read.
+class PaperReadout:
+    """How the paper's released code reads the attention of a task.
 
     Attributes:
-        pad_mask: whether padding is masked; else it takes part in the attention as tokens do.
-        figure: how heads and layers become one row.
-        residual: share of the identity in the rollout: 0 in the paper's HateXplain and agreement, 0.5 in its SQuAD.
-        padded_length: of all sequences.
+        pad_mask: whether padding is masked; otherwise it takes part in attention like any token.
+        measure: how heads and layers become one row.
+        residual: share of the identity in the rollout: 0 in the paper's HateXplain and subject-verb agreement tasks,
+            0.5 in its SQuAD task.
+        padded_length: length to which every sequence is padded or cut.
 
     Raises:
-        CallError: a setting is out of its range.
+        CallError: A setting is out of its range.
     """
 
     pad_mask: bool
-    figure: Figure = "rollout"
+    measure: PaperMeasure = "rollout"
     residual: float = 0.0
     padded_length: int = PADDED_LENGTH
 
     def __post_init__(self) -> None:
-        """Refuse settings out of their range; the residual is checked as the rollout's."""
-        if self.figure not in get_args(Figure):
-            raise CallError(f"figure should be one of {', '.join(get_args(Figure))}; got {self.figure!r}")
+        """Refuse settings that are out of range; `Rollout` checks the residual."""
+        if self.measure not in get_args(PaperMeasure):
+            raise CallError(f"measure should be one of {', '.join(get_args(PaperMeasure))}; got {self.measure!r}")
         if self.padded_length < 1:
             raise CallError(f"padded_length should be at least 1; got {self.padded_length}")
         Rollout(self.residual)
 
     def batch(self, examples: Sequence[Example], pad: int) -> Batch:
-        """Return examples padded to that length, and cut to it where they are longer.
+        """Return the examples padded to `padded_length`; longer ones are cut to it.
+
+        Args:
+            examples: at least one.
+            pad: id of the padding token.
 
         Raises:
-            CallError: there is none.
+            CallError: There is no example.
         """
         cut = [example.keep(range(min(len(example.tokens), self.padded_length))) for example in examples]
         batch = Batch.of(cut, pad)
@@ -61,10 +67,10 @@ class PaperReading:
         return Batch(tokens, mask if self.pad_mask else torch.ones_like(mask), batch.examples)
 
     def readout(self, batch: Batch) -> Int[Tensor, " batch"]:
-        """Return where attention is read in such a batch.
+        """Return the readout position of each example in such a batch.
 
-        At the last position, be it padding. Where padding is masked, at the last token, but at position 0 of a sequence
-        that has no padding.
+        Without a padding mask it is the last position, even if that is padding. With one it is the last token, except
+        for a sequence without any padding, where it is position 0.
         """
         positions = batch.mask.shape[1]
         if not self.pad_mask:
@@ -75,19 +81,23 @@ class PaperReading:
     def rows(self, model: AttentionModel, batch: Batch) -> Float64[Tensor, "batch position"]:
         """Return a row of weights for each example of such a batch, read at `readout`.
 
+        Args:
+            model: the model whose attention is measured.
+            batch: examples as `batch` pads them.
+
         Raises:
-            CallError: the sequences are longer than the model's context.
+            CallError: The sequences are longer than the model's context.
         """
-        if self.figure == "layer maximum":
+        if self.measure == "layer maximum":
             rows = ReadoutRows(batch.mask, self.readout(batch))
             model.watch(batch, rows)
             return rows.rows().mean(dim=2).amax(dim=1)
         head_0 = tuple(float(head == 0) for head in range(model.heads))
-        maps = FusedMaps(batch.mask, Rollout(self.residual, head_0 if self.figure == "head 0" else "mean"))
+        maps = FusedMaps(batch.mask, Rollout(self.residual, head_0 if self.measure == "head 0" else "mean"))
         model.watch(batch, maps)
         return maps.row(self.readout(batch))
 
 
-#: Of the paper's two tasks whose sequences are padded.
-HATEXPLAIN_READING = PaperReading(pad_mask=False)
-AGREEMENT_READING = PaperReading(pad_mask=True)
+#: The readouts of the paper's two tasks with padded sequences: HateXplain and subject-verb agreement.
+HATEXPLAIN_READOUT = PaperReadout(pad_mask=False)
+SUBJECT_VERB_READOUT = PaperReadout(pad_mask=True)

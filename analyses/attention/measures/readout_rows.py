@@ -1,4 +1,4 @@
-"""The attention that each head of each layer pays at the readout, and the plainest measures made of it."""
+"""The attention of each head of each layer at the readout position, and the simplest measures derived from it."""
 
 from dataclasses import dataclass, field
 
@@ -15,15 +15,17 @@ from .fusion import HeadFusion, fuse_heads
 
 @dataclass(eq=False)
 class ReadoutRows:
-    """Takes the maps of a batch layer by layer, as a `MapSink`, and keeps every head's row at the readout.
+    """A collector of a batch's attention maps that keeps every head's row at the readout position.
+
+    A `MapSink`: call it with each layer's number and its map [batch, head, query, key].
 
     Attributes:
-        mask: of the batch, true where there is a token.
-        readout: position of each example at which attention is read.
+        mask: token mask of the batch, true where there is a token.
+        readout: readout position of each example.
 
     Raises:
-        CallError: a readout is not at a token, or a map has another shape than the batch's.
-        QkovError: a head attends to nothing there, or its attention is not finite.
+        CallError: A readout position is not that of a token, or a map does not have the batch's shape.
+        QkovError: A head attends to nothing at the readout position, or its attention there is not finite.
     """
 
     mask: Bool[Tensor, "batch position"]
@@ -31,11 +33,11 @@ class ReadoutRows:
     _kept: list[Float64[Tensor, "batch head position"]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        """Refuse readouts that are not at a token."""
+        """Refuse readout positions that are not those of tokens."""
         one_hot(self.readout, self.mask)
 
     def __call__(self, layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
-        """Keep a layer's rows, brought to sum 1 over the tokens."""
+        """Keep a layer's rows, each divided by its sum over the tokens."""
         demand_map(layer, attention, self.mask)
         examples = torch.arange(len(attention), device=attention.device)
         rows = upcast(attention[examples, :, self.readout.to(attention.device)]).cpu()
@@ -50,10 +52,10 @@ class ReadoutRows:
         self._kept.append(rows / sums)
 
     def rows(self) -> Float64[Tensor, "batch layer head position"]:
-        """Return what was kept: rows sum to 1 and are zero on padding.
+        """Return the rows that were kept; each sums to 1 and is 0 on padding.
 
         Raises:
-            CallError: nothing was kept.
+            CallError: No map was kept.
         """
         if not self._kept:
             raise CallError("there is no attention map")
@@ -61,21 +63,59 @@ class ReadoutRows:
 
 
 def readout_rows(model: AttentionModel, batch: Batch) -> Float64[Tensor, "batch layer head position"]:
-    """Run the model and return every head's attention where each example's prediction is read; rows sum to 1."""
+    """Run the model and return every head's attention at the position where each example's prediction is read.
+
+    Args:
+        model: the model whose attention is measured.
+        batch: examples.
+
+    Returns:
+        [batch, layer, head, position]; each row sums to 1 over the tokens of its example and is 0 on padding.
+
+    Raises:
+        CallError: The model gives no attention maps.
+        QkovError: A head attends to nothing at the readout position, or its attention there is not finite.
+    """
     kept = ReadoutRows(batch.mask, model.reading_positions(batch))
     model.watch(batch, kept)
     return kept.rows()
 
 
 def last_layer(model: AttentionModel, batch: Batch, heads: HeadFusion = "mean") -> Float64[Tensor, "batch position"]:
-    """Return the last layer's attention at the readout, heads fused and brought to sum 1."""
+    """Return the last layer's attention at the readout position, its heads fused and the row divided by its sum.
+
+    Args:
+        model: the model whose attention is measured.
+        batch: examples.
+        heads: how the heads become one row: mean, max or min, or the weights of a weighted sum.
+
+    Returns:
+        [batch, position]; each row sums to 1 over the tokens of its example and is 0 on padding.
+
+    Raises:
+        CallError: The number of weights differs from the number of heads.
+        QkovError: The attention is not finite, or the heads together attend to no token.
+    """
     return fuse_rows(readout_rows(model, batch)[:, -1:], heads)[:, 0]
 
 
 def layer_mean(model: AttentionModel, batch: Batch, heads: HeadFusion = "mean") -> Float64[Tensor, "batch position"]:
-    """Return the mean over layers of the attention at the readout, the heads of each fused and brought to sum 1.
+    """Return the mean over layers of the attention at the readout position, each layer's heads fused.
 
-    It is read at the same position in every layer, and does not follow what that position's inputs are made of.
+    Attention is read at the same position in every layer; the measure does not follow what that position's input is
+    made of.
+
+    Args:
+        model: the model whose attention is measured.
+        batch: examples.
+        heads: how the heads of a layer become one row: mean, max or min, or the weights of a weighted sum.
+
+    Returns:
+        [batch, position]; each row sums to 1 over the tokens of its example and is 0 on padding.
+
+    Raises:
+        CallError: The number of weights differs from the number of heads.
+        QkovError: The attention is not finite, or the heads of a layer together attend to no token.
     """
     return fuse_rows(readout_rows(model, batch), heads).mean(dim=1)
 
@@ -83,17 +123,22 @@ def layer_mean(model: AttentionModel, batch: Batch, heads: HeadFusion = "mean") 
 def fuse_rows(
     rows: Float64[Tensor, "batch layer head position"], heads: HeadFusion = "mean"
 ) -> Float64[Tensor, "batch layer position"]:
-    """Return one row a layer over all heads, brought to sum 1.
+    """Return one row for each layer over all its heads, divided by its sum.
+
+    Args:
+        rows: the rows of every head.
+        heads: how the heads become one row.
 
     Raises:
-        QkovError: the heads attend to no token together.
+        CallError: The number of weights differs from the number of heads.
+        QkovError: The heads of a layer together attend to no token.
     """
     fused = fuse_heads(rows.transpose(1, 2), heads)
     sums = fused.sum(dim=-1, keepdim=True)
     if not (sums > 0).all():
         example, layer = (sums <= 0).nonzero()[0, :2].tolist()
         raise QkovError(
-            f"layer {layer}: the heads attend to no token of example {example} in the batch together, so their {heads} "
+            f"layer {layer}: the heads together attend to no token of example {example} in the batch, so their {heads} "
             f"cannot be brought to sum 1; fuse by mean or max"
         )
     return fused / sums

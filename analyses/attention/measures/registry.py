@@ -1,97 +1,220 @@
-"""Rows of several measures of attention, and of every head, from one run of the model."""
+"""The registry of attention measures.
+
+To add a measure, write a function that returns its rows and add one `Measure` to `MEASURES`. It is then a method of
+`attribute`, `explain` and the command line, and takes their settings.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float64
 from torch import Tensor
 
 from ....circuits.errors import CallError
-from ..models.model import AttentionModel, Batch, MapSink
+from ..models.alternatives import Target
+from ..models.model import AttentionModel, Batch
 from .attention_flow import attention_flow, flow_rows
+from .fusion import named_fusion
 from .gradient_rollout import gradient_rollout
-from .readout_rows import ReadoutRows, fuse_rows, last_layer, layer_mean
-from .rollout import ABNAR_ZUIDEMA, FusedMaps, Rollout, rollout
-from .value_norms import ValueNorms, value_norms
-
-#: Rows sum to 1 over an example's tokens and are zero on padding; attention is read where the prediction is.
-Measure = Callable[[AttentionModel, Batch], Float64[Tensor, "batch position"]]
-
-#: With the settings of their sources; `functools.partial` gives others.
-MEASURES: dict[str, Measure] = {
-    "rollout": rollout,
-    "attention flow": attention_flow,
-    "last layer": last_layer,
-    "layer mean": layer_mean,
-    "value norms": value_norms,
-    "gradient rollout": gradient_rollout,
-}
-
-#: Measures that need maps alone, and no gradients of them.
-STREAMED = ("rollout", "attention flow", "last layer", "layer mean", "value norms")
+from .readout_rows import fuse_rows, last_layer, layer_mean
+from .rollout import ABNAR_ZUIDEMA, Rollout, rollout
+from .shared_run import SharedRun
+from .value_norms import value_norms
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionRows:
-    """What one run of the model on a batch gave.
+@runtime_checkable
+class Named(Protocol):
+    """An entry of a registry."""
+
+    @property
+    def name(self) -> str:
+        """The name by which the entry is found."""
+        ...
+
+
+Entry = TypeVar("Entry", bound=Named)
+
+
+class Registry(dict[str, Entry], Generic[Entry]):
+    """Entries of one kind by name, in the order in which they were added.
 
     Attributes:
-        measures: by name, the rows that the functions in `MEASURES` give.
-        heads: the row of every head at the readout.
-        readout: position of each example at which attention is read.
+        kind: what the entries are, for messages.
     """
 
-    measures: dict[str, Float64[Tensor, "batch position"]]
-    heads: Float64[Tensor, "batch layer head position"]
-    readout: Int[Tensor, " batch"]
+    def __init__(self, kind: str, entries: Sequence[Entry]) -> None:
+        """Create a registry.
+
+        Args:
+            kind: what the entries are, for messages.
+            entries: the first entries.
+
+        Raises:
+            CallError: Two entries have the same name.
+        """
+        super().__init__()
+        self.kind = kind
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Add an entry.
+
+        Raises:
+            CallError: There is an entry of that name.
+        """
+        if entry.name in self:
+            raise CallError(f"there is already an {self.kind} named {entry.name!r}; choose another name")
+        self[entry.name] = entry
+
+    def __missing__(self, name: str) -> Entry:
+        """Raise `CallError` with the known names."""
+        raise CallError(f"there is no {self.kind} {name!r}; expected one of {', '.join(self)}")
 
 
-def attention_rows(
-    model: AttentionModel, batch: Batch, measures: Sequence[str] = STREAMED, settings: Rollout = ABNAR_ZUIDEMA
-) -> AttentionRows:
-    """Run the model once and return the rows of all measures that were asked for.
+@dataclass(frozen=True)
+class MeasureSettings:
+    """The settings of attention measures; each measure uses those that `Measure.uses` names.
 
-    Args:
-        model: whose attention it is.
-        batch: of examples.
-        measures: names in `STREAMED`.
-        settings: how maps are fused and rolled out; how heads are fused holds for every measure.
-
-    Raises:
-        CallError: a measure is none of these, or the settings do not fit the model.
-        QkovError: the model's attention is not finite, or fuses to nothing.
+    Attributes:
+        rollout: how heads are fused, how much of the identity is mixed in, and which layers take part.
+        target: the alternative that gradients explain: what the model predicts, or the example's label.
     """
-    unknown = [name for name in measures if name not in STREAMED]
-    if unknown:
-        raise CallError(f"one run gives {', '.join(STREAMED)}; got {', '.join(unknown)}")
-    fusion = settings.heads
-    if not isinstance(fusion, str):
-        raise CallError("weights of heads were given, and not every measure has heads apart; expected mean, max or min")
-    settings.demand_fit(model)
-    readout = model.reading_positions(batch)
-    heads, fused, norms = (
-        ReadoutRows(batch.mask, readout),
-        FusedMaps(batch.mask, settings),
-        FusedMaps(batch.mask, settings),
-    )
-    sinks: list[MapSink] = [heads]
-    if {"rollout", "attention flow"} & set(measures):
-        sinks.append(fused)
-    values = ValueNorms(model.attention_weights(), norms) if "value norms" in measures else None
-    if values is not None:
-        sinks.append(values.maps)
 
-    def to_all(layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
-        for sink in sinks:
-            sink(layer, attention)
+    rollout: Rollout = ABNAR_ZUIDEMA
+    target: Target = "predicted"
 
-    model.watch(batch, to_all, None if values is None else values.inputs)
-    rows = heads.rows()
-    made = {
-        "rollout": lambda: fused.row(readout),
-        "attention flow": lambda: flow_rows(fused, readout),
-        "last layer": lambda: fuse_rows(rows[:, -1:], fusion)[:, 0],
-        "layer mean": lambda: fuse_rows(rows, fusion).mean(dim=1),
-        "value norms": lambda: norms.row(readout),
-    }
-    return AttentionRows({name: made[name]() for name in measures}, rows, readout)
+
+#: The settings of the measures' sources.
+DEFAULT_SETTINGS = MeasureSettings()
+
+Rows = Float64[Tensor, "batch position"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An attention measure: a row of weights over the tokens of each example, read where the prediction is read.
+
+    Calling a measure with a model and a batch returns its rows.
+
+    Attributes:
+        name: name by which the measure is requested.
+        rows: returns the rows [batch, position] for a model, a batch and settings. Each row sums to 1 over the tokens
+            of its example, or is all zero if nothing supports the target, and is 0 on padding.
+        uses: the settings that change the result: "residual", "heads", "discard" and "layers", the attributes of
+            `Rollout`, and "target".
+        source: publication that defines the measure, or a description of it.
+        streamed: for a measure that needs no gradients: names its collectors in a `SharedRun` and returns a function
+            that computes the rows after the run. Such measures share one run of the model. None for a measure that
+            runs the model itself.
+        quick: whether the measure is among the default methods of `explain`; false if it takes much longer than a few
+            runs of the model.
+    """
+
+    name: str
+    rows: Callable[[AttentionModel, Batch, MeasureSettings], Rows]
+    uses: frozenset[str]
+    source: str
+    streamed: Callable[[SharedRun], Callable[[], Rows]] | None = None
+    quick: bool = True
+
+    def __call__(self, model: AttentionModel, batch: Batch, settings: MeasureSettings = DEFAULT_SETTINGS) -> Rows:
+        """Return the rows of the measure.
+
+        Args:
+            model: the model whose attention is measured.
+            batch: examples.
+            settings: settings, of which the measure uses those in `uses`.
+
+        Returns:
+            [batch, position].
+
+        Raises:
+            CallError: The settings do not fit the model.
+            QkovError: The model's attention is not finite, or fuses to nothing.
+        """
+        return self.rows(model, batch, settings)
+
+
+_ABNAR_ZUIDEMA = 'Abnar & Zuidema, "Quantifying Attention Flow in Transformers", 2020'
+_ROLLOUT_SETTINGS = frozenset({"residual", "heads", "discard", "layers"})
+
+
+def _stream_rollout(run: SharedRun) -> Callable[[], Rows]:
+    maps = run.fused_maps()
+    return lambda: maps.row(run.readout)
+
+
+def _stream_attention_flow(run: SharedRun) -> Callable[[], Rows]:
+    maps = run.fused_maps()
+    return lambda: flow_rows(maps, run.readout)
+
+
+def _stream_value_norms(run: SharedRun) -> Callable[[], Rows]:
+    norms = run.fused_norms()
+    return lambda: norms.row(run.readout)
+
+
+def _stream_last_layer(run: SharedRun) -> Callable[[], Rows]:
+    return lambda: fuse_rows(run.heads.rows()[:, -1:], named_fusion(run.rollout.heads))[:, 0]
+
+
+def _stream_layer_mean(run: SharedRun) -> Callable[[], Rows]:
+    return lambda: fuse_rows(run.heads.rows(), named_fusion(run.rollout.heads)).mean(dim=1)
+
+
+#: Every attention measure by name.
+MEASURES: Registry[Measure] = Registry(
+    "attention measure",
+    [
+        Measure(
+            name="rollout",
+            rows=lambda model, batch, settings: rollout(model, batch, settings.rollout),
+            streamed=_stream_rollout,
+            uses=_ROLLOUT_SETTINGS,
+            source=_ABNAR_ZUIDEMA,
+        ),
+        Measure(
+            name="attention flow",
+            rows=lambda model, batch, settings: attention_flow(model, batch, settings.rollout),
+            streamed=_stream_attention_flow,
+            uses=_ROLLOUT_SETTINGS,
+            source=_ABNAR_ZUIDEMA,
+            quick=False,  # It computes a maximum flow for every token.
+        ),
+        Measure(
+            name="last layer",
+            rows=lambda model, batch, settings: last_layer(model, batch, named_fusion(settings.rollout.heads)),
+            streamed=_stream_last_layer,
+            uses=frozenset({"heads"}),
+            source="attention of the last layer at the readout position",
+        ),
+        Measure(
+            name="layer mean",
+            rows=lambda model, batch, settings: layer_mean(model, batch, named_fusion(settings.rollout.heads)),
+            streamed=_stream_layer_mean,
+            uses=frozenset({"heads"}),
+            source="mean over layers of the attention at the readout position",
+        ),
+        Measure(
+            name="value norms",
+            rows=lambda model, batch, settings: value_norms(model, batch, settings.rollout),
+            streamed=_stream_value_norms,
+            uses=_ROLLOUT_SETTINGS - {"heads"},
+            source='Kobayashi et al., "Attention is Not Only a Weight: Analyzing Transformers with Vector Norms", 2020',
+        ),
+        Measure(
+            name="gradient rollout",
+            rows=lambda model, batch, settings: gradient_rollout(model, batch, settings.target),
+            uses=frozenset({"target"}),
+            source='Chefer et al., "Generic Attention-model Explainability for Interpreting Bi-Modal and '
+            'Encoder-Decoder Transformers", 2021',
+        ),
+    ],
+)
+
+
+def streamed_measures() -> tuple[str, ...]:
+    """Return the names of the measures that share one run of the model."""
+    return tuple(name for name, measure in MEASURES.items() if measure.streamed is not None)

@@ -1,4 +1,4 @@
-"""Attention rollout: how much of each input token reaches a place through all layers of attention."""
+"""Attention rollout: how much of each input token reaches a position through all layers of attention."""
 
 import math
 from dataclasses import dataclass, field
@@ -16,21 +16,25 @@ from .fusion import HeadFusion, discard_smallest, fuse_heads, hide_padding
 
 @dataclass(frozen=True)
 class Rollout:
-    """A_l = (1 - residual) fused map of layer l + residual I; the rollout is A_L ... A_2 A_1.
+    """How the attention maps of the layers are fused and multiplied.
 
-    The rows of a fused map sum to 1 over the real tokens before the identity is mixed in, so those of A_l do too. Where
-    others write a A + (1 - a) I, a is 1 - residual.
+        A_l = (1 - residual) F_l + residual I,      rollout = A_L ... A_2 A_1
+
+    F_l is the map of layer l, [query, key], after its heads have been fused and each of its rows has been divided by
+    its sum over the real tokens, so the rows of F_l and of A_l sum to 1. Other authors write a A + (1 - a) I; their a
+    is 1 - residual.
 
     Attributes:
-        residual: share of the identity, which stands for the residual stream, from 0 to 1; one for all layers or one
-            for each. Abnar & Zuidema take 0.5.
-        heads: how heads become one map; weights are one tuple for all layers or one for each.
-        discard: share of each query's keys that is dropped, smallest first, from 0 to less than 1: see
-            `fusion.discard_smallest`.
-        layers: numbers of the layers that are rolled out; None for all. The others are passed over.
+        residual: share of the identity, which stands for the residual stream, from 0 to 1; one number for all layers or
+            one for each. Abnar & Zuidema use 0.5.
+        heads: how the heads of a layer become one map: "mean", "max", "min", or the weights of a weighted sum, one
+            tuple for all layers or one for each.
+        discard: share of each query's keys that is dropped, smallest first, from 0 to less than 1; see
+            `measures.fusion.discard_smallest`.
+        layers: numbers of the layers that take part; None for all. The other layers are skipped.
 
     Raises:
-        CallError: a setting is out of its range, or weights are negative or all zero.
+        CallError: A setting is out of its range, or the weights of heads are negative or all zero.
 
     Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", 2020.
     """
@@ -41,14 +45,14 @@ class Rollout:
     layers: range | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings out of their range."""
+        """Refuse settings that are out of range."""
         for residual in self.residual if isinstance(self.residual, tuple) else (self.residual,):
             if not 0 <= residual <= 1:
                 raise CallError(f"residual is a share of the identity, from 0 to 1, got {residual}")
         if not 0 <= self.discard < 1:
             raise CallError(f"discard is a share of each query's keys, from 0 to less than 1, got {self.discard}")
         if self.layers is not None and (not self.layers or min(self.layers) < 0):
-            raise CallError(f"layers should be a range of numbers of layers, from 0 up, got {self.layers}")
+            raise CallError(f"layers should be a range of layer numbers, from 0 up, got {self.layers}")
         if isinstance(self.heads, str):
             if self.heads not in ("mean", "max", "min"):
                 raise CallError(f"heads should be mean, max, min or weights, got {self.heads!r}")
@@ -58,14 +62,14 @@ class Rollout:
                 raise CallError(f"weights of heads should be finite, none negative and not all zero, got {weights}")
 
     def takes(self, layer: int) -> bool:
-        """Whether a layer is rolled out."""
+        """Return whether a layer takes part in the rollout."""
         return self.layers is None or layer in self.layers
 
     def residual_of(self, layer: int) -> float:
         """Return the share of the identity in a layer.
 
         Raises:
-            CallError: the settings have none for that layer.
+            CallError: The settings give one share for each layer, and none for this one.
         """
         if not isinstance(self.residual, tuple):
             return self.residual
@@ -77,7 +81,7 @@ class Rollout:
         """Return how the heads of a layer are fused.
 
         Raises:
-            CallError: the settings have no weights for that layer.
+            CallError: The settings give weights for each layer, and none for this one.
         """
         if isinstance(self.heads, str):
             return self.heads
@@ -89,16 +93,22 @@ class Rollout:
         return by_layer[layer]
 
     def demand_fit(self, model: AttentionModel) -> None:
-        """CallError for settings of other layers or heads than the model's."""
+        """Refuse a model whose number of layers does not fit these settings.
+
+        Raises:
+            CallError: The settings name a layer that the model lacks, or list another number of layers.
+        """
         if self.layers is not None and max(self.layers) >= model.layers:
-            raise CallError(f"layers {list(self.layers)} were asked for; {model.name} has 0 to {model.layers - 1}")
-        for name, given in (("residual", self.residual), ("heads", self._weights_by_layer)):
-            if isinstance(given, tuple) and given and len(given) != model.layers:
-                raise CallError(f"{name} was given for {len(given)} layers; {model.name} has {model.layers}")
+            raise CallError(
+                f"layers {list(self.layers)} were requested; {model.name} has layers 0 to {model.layers - 1}"
+            )
+        for name, by_layer in (("residual", self.residual), ("heads", self._weights_by_layer)):
+            if isinstance(by_layer, tuple) and by_layer and len(by_layer) != model.layers:
+                raise CallError(f"{name} was given for {len(by_layer)} layers; {model.name} has {model.layers}")
 
     @property
     def _weights(self) -> tuple[float, ...]:
-        """Weights for all layers alike."""
+        """The weights of heads that hold for all layers alike."""
         return tuple(weight for weight in self.heads if not isinstance(weight, str | tuple))
 
     @property
@@ -110,23 +120,72 @@ class Rollout:
 ABNAR_ZUIDEMA = Rollout()
 
 
+def rollout(
+    model: AttentionModel, batch: Batch, settings: Rollout = ABNAR_ZUIDEMA
+) -> Float64[Tensor, "batch position"]:
+    """Return the rollout's row at the position where each example's prediction is read.
+
+        rollout = A_L ... A_2 A_1,      A_l = (1 - residual) F_l + residual I
+
+    F_l, [query, key], is the attention map of layer l with its heads fused and its rows divided by their sums. The row
+    is computed alone, as a row vector times A_L, ..., A_1, in O(layers * n^2) for n positions.
+
+    Args:
+        model: the model whose attention is measured.
+        batch: examples.
+        settings: how heads are fused, how much of the identity is mixed in, and which layers take part.
+
+    Returns:
+        [batch, position]; each row sums to 1 over the tokens of its example and is 0 on padding.
+
+    Raises:
+        CallError: The settings do not fit the model.
+        QkovError: The model's attention is not finite, or a row has no attention once its heads are fused.
+
+    Source: Abnar & Zuidema, "Quantifying Attention Flow in Transformers", 2020.
+    """
+    return fused_maps(model, batch, settings).row(model.reading_positions(batch))
+
+
+def fused_maps(model: AttentionModel, batch: Batch, settings: Rollout = ABNAR_ZUIDEMA) -> "FusedMaps":
+    """Run the model and return one fused attention map for each layer.
+
+    Args:
+        model: the model whose attention is measured.
+        batch: examples.
+        settings: how heads are fused, and which layers are kept.
+
+    Raises:
+        CallError: The settings do not fit the model.
+        QkovError: The model's attention is not finite.
+    """
+    settings.demand_fit(model)
+    maps = FusedMaps(batch.mask, settings)
+    model.watch(batch, maps)
+    return maps
+
+
 @dataclass(frozen=True, eq=False)
 class _FusedMap:
-    """A layer's fused map, its rows not yet divided by their sums, which are at least as exact as the map."""
+    """The fused map of one layer.
+
+    Its rows have not been divided by their sums, which are at least as exact as the map.
+    """
 
     layer: int
     residual: float
     weights: Float[Tensor, "batch query key"]
     sums: Float64[Tensor, "batch query"]
 
-    def demand_attention(self, asked: Bool[Tensor, "batch query"]) -> None:
-        """QkovError where a query whose attention is asked for has none."""
-        empty = (self.sums <= 0) & asked.to(self.sums.device)
+    def demand_attention(self, needed: Bool[Tensor, "batch query"]) -> None:
+        """Raise `QkovError` if a query whose attention is needed has none."""
+        empty = (self.sums <= 0) & needed.to(self.sums.device)
         if empty.any():
             example, query = empty.nonzero()[0].tolist()
             raise QkovError(
                 f"layer {self.layer}: query {query} of example {example} in the batch attends to no token once heads "
-                f"are fused, so its row cannot be brought to sum 1; where heads attend apart, fuse by mean or max"
+                f"are fused, so its row cannot be brought to sum 1; if its heads attend to different tokens, fuse them "
+                f"by mean or max"
             )
 
     def carry(self, row: Float64[Tensor, "batch position"]) -> Float64[Tensor, "batch position"]:
@@ -150,19 +209,18 @@ class _FusedMap:
 
 @dataclass(eq=False)
 class FusedMaps:
-    """Takes the maps of a batch layer by layer, as a `MapSink`, and keeps one fused map of each.
+    """A collector of a batch's attention maps that keeps one fused map for each layer.
 
-    What is kept is in the type of the maps, float32 at least: its entries are not negative, so sums of their products
-    cancel nothing, and rounding them moves the result by no more than layers * 6e-8 of itself, which is less than what
-    the model's own softmax is off by. Sums of rows, products and results are float64; results are on the CPU.
+    A `MapSink`: call it with each layer's number and its map [batch, head, query, key], layers in rising order. The
+    map itself is not kept.
 
     Attributes:
-        mask: of the batch, true where there is a token.
-        settings: how maps are fused and mixed.
+        mask: token mask of the batch, true where there is a token.
+        settings: how heads are fused, how much of the identity is mixed in, and which layers are kept.
 
     Raises:
-        CallError: on a map of another shape than the batch's, or layers that do not come in order.
-        QkovError: on a map that is not finite, and on asking for a query that attends to nothing.
+        CallError: A map does not have the batch's shape, or layers do not come in rising order.
+        QkovError: A map is not finite where there are tokens, or a query whose row is needed attends to nothing.
     """
 
     mask: Bool[Tensor, "batch position"]
@@ -170,14 +228,14 @@ class FusedMaps:
     _kept: list[_FusedMap] = field(default_factory=list, init=False)
 
     def __call__(self, layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
-        """Fuse a layer's map and keep the result."""
+        """Fuse the heads of a layer's map and keep the result."""
         demand_map(layer, attention, self.mask)
         if self._kept and layer <= self._kept[-1].layer:
             raise CallError(f"the map of layer {layer} came after that of layer {self._kept[-1].layer}")
         if not self.settings.takes(layer):
             return
         fused = hide_padding(fuse_heads(attention, self.settings.heads_of(layer)), self.mask)
-        if fused.device.type == "mps":  # which has no float64
+        if fused.device.type == "mps":  # MPS has no float64.
             fused = fused.cpu()
         discard_smallest(fused, self.settings.discard)
         sums = fused.sum(dim=-1, dtype=torch.float64)
@@ -187,16 +245,23 @@ class FusedMaps:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that were kept."""
+        """The numbers of the layers that were kept."""
         return tuple(kept.layer for kept in self._kept)
 
     def row(self, readout: Int[Tensor, " batch"]) -> Float64[Tensor, "batch position"]:
-        """Return the rollout's row at one position of each example, in O(layers * n^2).
+        """Return the rollout's row at one position of each example, in O(layers * n^2) for n positions.
 
-        A row vector goes back through the layers, from the last to the first. Rows sum to 1 and are zero on padding.
+        A row vector goes back through the layers, from the last to the first.
+
+        Args:
+            readout: one position for each example.
+
+        Returns:
+            [batch, position]; each row sums to 1 and is 0 on padding.
 
         Raises:
-            CallError: no layer was kept, or a position is not that of a token.
+            CallError: No layer was kept, or a position is not that of a token.
+            QkovError: A query through which the row passes attends to nothing.
         """
         kept = self._demand_layers()
         row = one_hot(readout, self.mask)
@@ -205,10 +270,11 @@ class FusedMaps:
         return row.cpu()
 
     def matrix(self) -> Float64[Tensor, "batch query key"]:
-        """Return the whole rollout, a row for every query; zero in the rows and columns of padding.
+        """Return the whole rollout, one row for every query; the rows and columns of padding are 0.
 
         Raises:
-            CallError: no layer was kept.
+            CallError: No layer was kept.
+            QkovError: A query attends to nothing.
         """
         first, *later = self._demand_layers()
         product = first.dense(self.mask)
@@ -218,10 +284,14 @@ class FusedMaps:
         return product.cpu()
 
     def mixed(self, example: int) -> list[Float64[Tensor, "query key"]]:
-        """Return A_1 to A_L of one example over its tokens alone.
+        """Return A_1 to A_L of one example, over its tokens only.
+
+        Args:
+            example: number of the example in the batch.
 
         Raises:
-            CallError: no layer was kept.
+            CallError: No layer was kept.
+            QkovError: A query attends to nothing.
         """
         length = int(self.mask[example].sum())
         mask = self.mask[example : example + 1, :length]
@@ -239,30 +309,8 @@ class FusedMaps:
 
     def _demand_layers(self) -> list[_FusedMap]:
         if not self._kept:
-            asked = "" if self.settings.layers is None else f" of the layers asked for, {list(self.settings.layers)}"
-            raise CallError(f"there is no attention map{asked}")
+            requested = (
+                "" if self.settings.layers is None else f" of the requested layers, {list(self.settings.layers)}"
+            )
+            raise CallError(f"there is no attention map{requested}")
         return self._kept
-
-
-def rollout(
-    model: AttentionModel, batch: Batch, settings: Rollout = ABNAR_ZUIDEMA
-) -> Float64[Tensor, "batch position"]:
-    """Return the rollout's row where each example's prediction is read; rows sum to 1.
-
-    Raises:
-        CallError: the settings do not fit the model.
-        QkovError: the model's attention is not finite, or fuses to nothing.
-    """
-    return fused_maps(model, batch, settings).row(model.reading_positions(batch))
-
-
-def fused_maps(model: AttentionModel, batch: Batch, settings: Rollout = ABNAR_ZUIDEMA) -> FusedMaps:
-    """Run the model and keep one fused map a layer.
-
-    Raises:
-        CallError: the settings do not fit the model.
-    """
-    settings.demand_fit(model)
-    maps = FusedMaps(batch.mask, settings)
-    model.watch(batch, maps)
-    return maps

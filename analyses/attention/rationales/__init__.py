@@ -1,1 +1,1 @@
-"""Rationales: attributions, their faithfulness to the model and their agreement with people's."""
+"""Attributions of predictions to tokens, their faithfulness to the model, and their overlap with human rationales."""

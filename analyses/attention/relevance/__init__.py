@@ -1,1 +1,1 @@
-"""Attention on the relevant tokens: DTAP, MRTA and their figures by layer and head."""
+"""Attention on the relevant tokens: DTAP, MRTA, AC and ACMC, and the attention of each layer and head."""

@@ -1,4 +1,4 @@
-"""DTAP: how many examples are at which relevant-token attention and which probability of the right class."""
+"""DTAP: the distribution of examples over relevant-token attention and the probability of the right class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from .relevance import RelevantAttention
 
 @dataclass(frozen=True)
 class Dtap:
-    """The table of attention against probability.
+    """The 2-D histogram of relevant-token attention against the probability of the right class.
 
     Attributes:
-        cells: a row for each, with the columns attention_from, attention_to, probability_from, probability_to, percent,
-            low, high (its interval), and chance (the percentage if attention were uniform).
-        examples: of how many the percentages are.
-        outside: of how many percent of them attention or probability is beyond the edges.
+        cells: one row for each cell, with the columns attention_from, attention_to, probability_from, probability_to,
+            percent, low and high (its interval), and chance (the percentage if attention were uniform).
+        examples: number of examples of which the percentages are taken.
+        outside: percentage of these whose attention or probability lies outside the edges.
     """
 
     cells: pd.DataFrame
@@ -38,20 +38,29 @@ def dtap(
     tokens: str = ALL_TOKENS,
     settings: Bootstrap = DEFAULT,
 ) -> Dtap:
-    """Return the 2-D histogram of attention against probability, in percent of the examples.
+    """Return the DTAP: the 2-D histogram of relevant-token attention against probability, in percent of the examples.
 
-    A cell has its lower edges and not its upper ones, but for the last of each side, which has both, as in
-    `numpy.histogram2d`. Percentages are of all examples with a probability, those beyond the edges among them.
+        percent[x, y] = 100 / N * #{examples with attention in bin x and probability of the right class in bin y}
+
+    A bin contains its lower edge but not its upper one, except for the last bin of each axis, which contains both, as
+    in `numpy.histogram2d`. N counts all examples with a known probability, including those outside the edges. The
+    paper does not spell out the acronym; "Distinct-Token Attention-Probability" is this project's reading of it.
 
     Args:
-        runs: as of `relevance_summary`.
-        attention_edges: rising; those of a task are its `attention_bins`.
-        probability_edges: rising.
-        tokens: `ALL_TOKENS` or `ELSEWHERE`.
-        settings: of the bootstrap.
+        runs: the relevant-token attention of one model, or of several models that saw the same examples; examples that
+            not all of them measured are left out, and percentages are averaged over models.
+        attention_edges: rising edges of the attention bins; those of a task are its `attention_bins`.
+        probability_edges: rising edges of the probability bins; those of a task are its `probability_bins`.
+        tokens: "all tokens", or "without the readout token", which leaves out the position at which attention is read.
+        settings: how the intervals are drawn.
+
+    Returns:
+        Percentages of all cells with their intervals and chance levels.
 
     Raises:
-        CallError: edges do not rise, or no example with a probability is common to the runs.
+        CallError: The edges do not rise, or the runs have no example with a known probability in common.
+
+    Source: the paper, arXiv 2608.06776, and its released code.
     """
     return _dtap([as_list(runs)], attention_edges, probability_edges, tokens, settings)
 
@@ -65,22 +74,41 @@ def dtap_differences(
     tokens: str = ALL_TOKENS,
     settings: Bootstrap = DEFAULT,
 ) -> Dtap:
-    """Return by how many percent of the examples each cell of some runs is above that of others.
+    """Return the difference of two DTAPs, cell by cell, in percentage points of the examples.
 
-    Runs are as of `relevance_differences`.
+    Args:
+        runs: the relevant-token attention of one model, or of several.
+        others: that of as many models; each is compared with the run at the same index of `runs`, for instance the one
+            trained from the same seed.
+        attention_edges: rising edges of the attention bins.
+        probability_edges: rising edges of the probability bins.
+        tokens: "all tokens", or "without the readout token".
+        settings: how the intervals are drawn.
+
+    Returns:
+        For each cell the percentage of `runs` minus that of `others`; chance is the difference of the chance levels.
 
     Raises:
-        CallError: as `dtap` and `relevance_differences` do.
+        CallError: The edges do not rise, the numbers of runs differ, or the runs have no example with a known
+            probability in common.
     """
     return _dtap(partners(runs, others), attention_edges, probability_edges, tokens, settings)
 
 
 def dtap_grid(cells: pd.DataFrame, column: str = "percent") -> pd.DataFrame:
-    """Return a column of the cells as a table as it is drawn: attention to the right, probability upwards."""
+    """Return one column of a DTAP's cells as a grid as it is drawn: attention rises to the right, probability upwards.
+
+    Args:
+        cells: `Dtap.cells`.
+        column: a column of the cells, such as percent, low, high or chance.
+
+    Returns:
+        A table with attention_from as its columns and probability_from, falling, as its rows.
+    """
     return cells.pivot(index="probability_from", columns="attention_from", values=column).sort_index(ascending=False)
 
 
-_Places = Int[np.ndarray, "side run example"]
+_BinNumbers = Int[np.ndarray, "side run example"]
 
 
 def _dtap(
@@ -92,30 +120,32 @@ def _dtap(
 ) -> Dtap:
     for name, edges in (("attention", attention_edges), ("probability", probability_edges)):
         if len(edges) < 2 or not (np.diff(edges) > 0).all():
-            raise CallError(f"edges of {name} should rise, and be two or more; got {tuple(edges)}")
+            raise CallError(f"edges of {name} should be at least two rising numbers; got {tuple(edges)}")
     if tokens not in COLUMNS:
         raise CallError(f"tokens should be one of {', '.join(COLUMNS)}; got {tokens!r}")
     columns = aligned(sides)
     attention, chance = (columns[name] for name in COLUMNS[tokens])
     known = np.isfinite(attention + columns["probability"]).all(axis=(0, 1))
     if not known.any():
-        raise CallError("DTAP takes the probability of the right class, and it is known of no example: give it")
+        raise CallError(
+            "DTAP needs the probability of the right class, which is known for none of the examples; give probabilities"
+        )
     cells = list(product(pairwise(range(len(attention_edges))), pairwise(range(len(probability_edges)))))
     above = _bins(columns["probability"][..., known], probability_edges)
     members, at_chance = (
         [compared(((across == x) & (above == y)).astype(np.float64)) for (x, _), (y, _) in cells]
         for across in (_bins(column[..., known], attention_edges) for column in (attention, chance))
     )
-    found = mean_intervals(np.stack(members), settings, shares=len(sides) == 1)
+    means = mean_intervals(np.stack(members), settings, shares=len(sides) == 1)
     table = pd.DataFrame(
         {
             "attention_from": [attention_edges[x] for (x, _), _ in cells],
             "attention_to": [attention_edges[x] for (_, x), _ in cells],
             "probability_from": [probability_edges[y] for _, (y, _) in cells],
             "probability_to": [probability_edges[y] for _, (_, y) in cells],
-            "percent": 100 * found["value"],
-            "low": 100 * found["low"],
-            "high": 100 * found["high"],
+            "percent": 100 * means["value"],
+            "low": 100 * means["low"],
+            "high": 100 * means["high"],
             "chance": [100 * float(cell.mean()) for cell in at_chance],
         }
     )
@@ -124,8 +154,8 @@ def _dtap(
     return Dtap(table, int(known.sum()), outside)
 
 
-def _bins(values: Sides, edges: Sequence[float]) -> _Places:
-    """The number of each value's bin; -1 or the number of bins where it is beyond the edges."""
+def _bins(values: Sides, edges: Sequence[float]) -> _BinNumbers:
+    """Return the number of each value's bin; -1 or the number of bins if the value lies outside the edges."""
     rounded = values.round(DECIMALS)
-    found = np.searchsorted(edges, rounded, side="right") - 1
-    return np.where(rounded == edges[-1], len(edges) - 2, found)
+    numbers = np.searchsorted(edges, rounded, side="right") - 1
+    return np.where(rounded == edges[-1], len(edges) - 2, numbers)

@@ -1,4 +1,4 @@
-"""Relevant-token attention of every head of every layer, where the prediction is read."""
+"""Relevant-token attention of every head of every layer, read where the prediction is read."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,20 +11,22 @@ from torch import Tensor
 from ....circuits.errors import CallError
 from ..intervals import DEFAULT, Bootstrap, mean_intervals
 from ..models.model import Batch
-from .relevant_tokens import RIGHT, Counting, RelevantTokens
+from .relevant_tokens import STANDARD, Counting, RelevantTokens
 
 
 @dataclass(eq=False)
 class HeadRelevance:
-    """Takes the rows at the readout of all heads, as `readout_rows` gives them, batch by batch.
+    """An accumulator of each head's attention on relevant tokens, updated batch by batch.
+
+    It takes the rows that `readout_rows` returns.
 
     Attributes:
-        causal: whether a token sees only those before it.
-        settings: what counts.
+        causal: whether the model is causal, so that a token attends only to itself and to those before it.
+        settings: which tokens and examples count.
     """
 
     causal: bool
-    settings: Counting = RIGHT
+    settings: Counting = STANDARD
     _attention: list[Float64[Tensor, "example layer head"]] = field(default_factory=list, init=False)
     _elsewhere: list[Float64[Tensor, "example layer head"]] = field(default_factory=list, init=False)
     _chance: list[Float64[Tensor, "example kind"]] = field(default_factory=list, init=False)
@@ -32,53 +34,62 @@ class HeadRelevance:
 
     @property
     def left_out(self) -> tuple[tuple[str, int], ...]:
-        """How many examples took no part, by reason."""
+        """The number of examples that took no part, by reason."""
         return tuple(self._left_out.items())
 
     def update(
         self, batch: Batch, rows: Float64[Tensor, "batch layer head position"], readout: Int[Tensor, " batch"]
     ) -> None:
-        """Take a batch; of its rows only what goes to relevant tokens is kept.
+        """Add a batch; only each head's attention on relevant tokens is kept.
+
+        Args:
+            batch: examples.
+            rows: row of every head of every layer at the readout position.
+            readout: readout position of each example.
 
         Raises:
-            CallError: the rows are not those of the batch.
-            QkovError: a weight is not finite.
+            CallError: The rows do not fit the batch.
+            QkovError: A weight is not finite.
         """
-        found = RelevantTokens.of(batch, readout, causal=self.causal, settings=self.settings)
-        attention = found.attention(rows)
-        elsewhere = found.without(readout)
-        anything = torch.where(elsewhere.reached > 0, 1.0, torch.nan)
-        reasons = found.reasons_against(attention)
+        tokens = RelevantTokens.of(batch, readout, causal=self.causal, settings=self.settings)
+        attention = tokens.attention(rows)
+        elsewhere = tokens.without(readout)
+        has_relevant = torch.where(elsewhere.reached > 0, 1.0, torch.nan)
+        reasons = tokens.reasons_against(attention)
         self._left_out.update(reason for reason in reasons if reason)
         taken = torch.tensor([reason is None for reason in reasons])
         self._attention.append(attention[taken])
-        self._elsewhere.append((elsewhere.attention(rows) * anything[:, None, None])[taken])
-        self._chance.append(torch.stack([found.chance, elsewhere.chance * anything], dim=1)[taken])
+        self._elsewhere.append((elsewhere.attention(rows) * has_relevant[:, None, None])[taken])
+        self._chance.append(torch.stack([tokens.chance, elsewhere.chance * has_relevant], dim=1)[taken])
 
     def compute(self, settings: Bootstrap = DEFAULT) -> pd.DataFrame:
         """Return the mean attention of each head on relevant tokens.
 
-        Columns: layer, head, attention, low and high (its interval over examples), chance, attention_elsewhere and
-        chance_elsewhere (without the token at which attention is read; over the examples in which that head attends to
-        another), and examples.
+        Args:
+            settings: how the intervals are drawn.
+
+        Returns:
+            One row for each head, with the columns layer, head, attention, low and high (its interval over examples),
+            chance, attention_elsewhere and chance_elsewhere (without the token at which attention is read; over the
+            examples in which the head attends to another token), and examples.
 
         Raises:
-            CallError: no example takes part.
+            CallError: No example takes part.
         """
         attention = torch.cat(self._attention) if self._attention else torch.zeros(0, 0, 0)
         if not len(attention):
             why = ", ".join(f"{count} {reason}" for reason, count in self._left_out.items()) or "none was given"
             raise CallError(f"no example takes part in the attention of heads on relevant tokens: {why}")
         examples, layers, heads = attention.shape
-        found = mean_intervals(attention.flatten(1).T[:, None].numpy(), settings)
+        means = mean_intervals(attention.flatten(1).T[:, None].numpy(), settings)
         chance = torch.cat(self._chance).nanmean(dim=0)
         return pd.DataFrame(
             {
                 "layer": torch.arange(layers).repeat_interleave(heads).numpy(),
                 "head": torch.arange(heads).repeat(layers).numpy(),
-                "attention": found["value"],
-                "low": found["low"],
-                "high": found["high"],
+                "attention": means["value"],
+                "low": means["low"],
+                "high": means["high"],
                 "chance": float(chance[0]),
                 "attention_elsewhere": torch.cat(self._elsewhere).nanmean(dim=0).flatten().numpy(),
                 "chance_elsewhere": float(chance[1]),

@@ -1,4 +1,4 @@
-"""Relevant-token attention: how much of the attention of each example goes to the tokens that matter."""
+"""Relevant-token attention: the share of each example's attention that goes to its relevant tokens."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from ....circuits.errors import CallError
 from ...tasks.example import Example
 from ..measures.checks import demand_rows
 from ..models.model import Batch
-from .relevant_tokens import RIGHT, Counting, RelevantTokens
+from .relevant_tokens import STANDARD, Counting, RelevantTokens
 
 
 @dataclass(frozen=True)
 class RelevantAttention:
-    """What `Relevance` found.
+    """The relevant-token attention of one model's examples.
 
     Attributes:
-        table: a row for each example, with the columns example (its number among those given), id, group; tokens (that
-            attention could go to), relevant (sum of their relevance); attention (on the relevant ones) and chance (if
-            attention were uniform over the same tokens); readout (attention on the token at which it is read);
-            attention_elsewhere and chance_elsewhere (both without that token, as a share of the attention on the
-            others; NaN where nothing else is relevant or attended to); probability (NaN where it is not known).
-        settings: what counted.
-        left_out: how many examples took no part, by reason.
+        table: one row for each example, with the columns example (its number), id and group; tokens (number of tokens
+            to which attention could go) and relevant (sum of their relevance); attention (on the relevant tokens) and
+            chance (if attention were uniform over the same tokens); readout (attention on the token at which it is
+            read); attention_elsewhere and chance_elsewhere (both without that token, as a share of the attention on the
+            others; NaN if no other token is relevant or attended to); and probability (NaN if it is unknown).
+        settings: which tokens and examples counted.
+        left_out: number of examples that took no part, by reason.
     """
 
     table: pd.DataFrame
@@ -39,18 +39,22 @@ class RelevantAttention:
 
 @dataclass(eq=False)
 class Relevance:
-    """Takes rows of attention batch by batch, and gives the same whatever the batches.
+    """An accumulator of relevant-token attention, updated batch by batch; the result does not depend on the batches.
 
-    A query may name the class by itself and be among the keys, so that attention on it alone solves the task: that is
-    why attention is also given without the token at which it is read.
+    With a_j the weight of token j in a row and rho_j its relevance, from 0 to 1, relevant-token attention is
+
+        sum_j a_j rho_j / sum_j a_j
+
+    over the tokens that count. The query token may name the class and be among the keys, so that attention to it alone
+    solves the task; therefore attention is also given without the token at which it is read.
 
     Attributes:
-        causal: whether a token sees only those before it.
-        settings: what counts.
+        causal: whether the model is causal, so that a token attends only to itself and to those before it.
+        settings: which tokens and examples count.
     """
 
     causal: bool
-    settings: Counting = RIGHT
+    settings: Counting = STANDARD
     _parts: list[pd.DataFrame] = field(default_factory=list, init=False)
     _left_out: Counter[str] = field(default_factory=Counter, init=False)
     _seen: int = field(default=0, init=False)
@@ -64,52 +68,52 @@ class Relevance:
         probabilities: Float64[np.ndarray, " _batch"] | None = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """Take a batch.
+        """Add a batch.
 
         Args:
-            batch: of examples.
-            rows: weights of their tokens, from any measure.
-            readout: position of each example at which attention was read.
-            probabilities: of the right class, of each example; NaN where it is not known.
-            numbers: of the examples in the data; by default they follow on those seen before.
+            batch: examples.
+            rows: weight of each token, from any attention measure.
+            readout: readout position of each example.
+            probabilities: each example's probability of the right class; NaN where it is unknown.
+            numbers: number of each example in the data; by default the numbers continue those of earlier batches.
 
         Raises:
-            CallError: the rows, probabilities or numbers are not those of the batch, or a weight is negative.
-            QkovError: a weight is not finite.
+            CallError: The rows, probabilities or numbers do not fit the batch, or a weight is negative.
+            QkovError: A weight is not finite.
         """
         size = len(batch.examples)
-        for name, given in (("probabilities", probabilities), ("numbers", numbers)):
-            if given is not None and len(given) != size:
-                raise CallError(f"{name} of {len(given)} examples came with a batch of {size}")
-        found = RelevantTokens.of(batch, readout, causal=self.causal, settings=self.settings)
-        attention = found.attention(rows)
-        elsewhere = found.without(readout)
-        anything = torch.where(elsewhere.reached > 0, 1.0, torch.nan)
+        for name, values in (("probabilities", probabilities), ("numbers", numbers)):
+            if values is not None and len(values) != size:
+                raise CallError(f"{name} has {len(values)} entries for a batch of {size} examples")
+        relevant = RelevantTokens.of(batch, readout, causal=self.causal, settings=self.settings)
+        attention = relevant.attention(rows)
+        elsewhere = relevant.without(readout)
+        has_relevant = torch.where(elsewhere.reached > 0, 1.0, torch.nan)
         part = pd.DataFrame(
             {
                 "example": np.arange(self._seen, self._seen + size) if numbers is None else np.array(numbers),
                 "id": [example.id for example in batch.examples],
                 "group": [example.group for example in batch.examples],
-                "tokens": found.among.sum(dim=1).numpy(),
-                "relevant": found.reached.numpy(),
+                "tokens": relevant.among.sum(dim=1).numpy(),
+                "relevant": relevant.reached.numpy(),
                 "attention": attention.numpy(),
-                "chance": found.chance.numpy(),
-                "readout": found.alone(readout).attention(rows).numpy(),
-                "attention_elsewhere": (elsewhere.attention(rows) * anything).numpy(),
-                "chance_elsewhere": (elsewhere.chance * anything).numpy(),
+                "chance": relevant.chance.numpy(),
+                "readout": relevant.alone(readout).attention(rows).numpy(),
+                "attention_elsewhere": (elsewhere.attention(rows) * has_relevant).numpy(),
+                "chance_elsewhere": (elsewhere.chance * has_relevant).numpy(),
                 "probability": np.full(size, np.nan) if probabilities is None else probabilities,
             }
         )
-        reasons = found.reasons_against(attention)
+        reasons = relevant.reasons_against(attention)
         self._left_out.update(reason for reason in reasons if reason)
         self._parts.append(part[[reason is None for reason in reasons]])
         self._seen += size
 
     def compute(self) -> RelevantAttention:
-        """Return the figures of all examples so far, by their numbers.
+        """Return the relevant-token attention of all examples so far, in the order of their numbers.
 
         Raises:
-            CallError: none takes part.
+            CallError: No example takes part, or two examples have the same number.
         """
         table = pd.concat(self._parts) if self._parts else pd.DataFrame()
         if table.empty:
@@ -129,25 +133,27 @@ def relevance_of(
     *,
     causal: bool,
     probabilities: Float64[np.ndarray, " _example"] | None = None,
-    settings: Counting = RIGHT,
+    settings: Counting = STANDARD,
 ) -> RelevantAttention:
-    """Return the relevant-token attention of examples whose rows are at hand; see `Relevance`.
+    """Return the relevant-token attention of examples whose rows of weights are known; see `Relevance`.
+
+        sum_j a_j rho_j / sum_j a_j,      a_j the weight of token j, rho_j its relevance
 
     Args:
-        examples: of any length.
-        rows: for each example a weight of each of its tokens.
-        readouts: for each example the position at which attention was read.
-        causal: whether a token sees only those before it.
-        probabilities: of the right class, of each example.
-        settings: what counts.
+        examples: examples of any length.
+        rows: for each example the weight of each of its tokens.
+        readouts: readout position of each example.
+        causal: whether the model is causal, so that a token attends only to itself and to those before it.
+        probabilities: each example's probability of the right class; NaN where it is unknown.
+        settings: which tokens and examples count.
 
     Raises:
-        CallError: the rows are not those of the examples, a weight is negative, or no example takes part.
-        QkovError: a weight is not finite.
+        CallError: The rows do not fit the examples, a weight is negative, or no example takes part.
+        QkovError: A weight is not finite.
     """
     demand_rows("attention", rows, examples)
     if len(readouts) != len(examples):
-        raise CallError(f"{len(readouts)} readouts were given for {len(examples)} examples")
+        raise CallError(f"{len(readouts)} readout positions were given for {len(examples)} examples")
     relevance = Relevance(causal, settings)
     if examples:
         batch = Batch.of(examples, pad=0)

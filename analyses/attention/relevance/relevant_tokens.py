@@ -1,4 +1,4 @@
-"""Which tokens of a batch are relevant, among those that attention could go to, and how much of it they get."""
+"""The relevant tokens of a batch, among those to which attention could go, and the attention that they receive."""
 
 from dataclasses import dataclass, replace
 
@@ -15,39 +15,40 @@ from ..paper_convention import Convention, demand_convention
 
 @dataclass(frozen=True)
 class Counting:
-    """What counts.
+    """Which tokens and examples count in relevant-token attention.
 
     Attributes:
-        count_special: whether attention on tokens that the tokeniser added counts as attention; else figures are shares
-            of the attention on the other tokens.
-        convention: `right` leaves out examples without a relevant token and takes shares of the attention; `paper`
-            counts such examples as attention 0, and takes weights as they are, whatever they sum to.
+        count_special: whether attention on tokens that the tokenizer added counts; otherwise results are shares of the
+            attention on the other tokens.
+        convention: "standard" leaves out examples without a relevant token and takes shares of the attention; "paper"
+            counts such examples as attention 0 and takes weights as they are, whatever their sum.
 
     Raises:
-        CallError: there is no such convention.
+        CallError: The convention is unknown.
     """
 
     count_special: bool = True
-    convention: Convention = "right"
+    convention: Convention = "standard"
 
     def __post_init__(self) -> None:
         """Refuse an unknown convention."""
         demand_convention(self.convention)
 
 
-#: Examples without relevant tokens take no part, and all real tokens count.
-RIGHT = Counting()
+#: All real tokens count, and examples without a relevant token take no part.
+STANDARD = Counting()
 
 
 @dataclass(frozen=True, eq=False)
 class RelevantTokens:
-    """Of each example the relevance of its tokens, and which of them attention could go to.
+    """The relevance of each example's tokens, and which of them attention could reach.
 
     Attributes:
-        batch: of the examples.
-        relevance: from 0 to 1, zero where attention could not go.
-        among: true where it could: at the real tokens that count, up to the readout in a causal model.
-        settings: what counts.
+        batch: the examples.
+        relevance: relevance of each token, from 0 to 1; 0 where attention could not go.
+        among: true where attention could go: at the real tokens that count, up to the readout position in a causal
+            model.
+        settings: which tokens and examples count.
     """
 
     batch: Batch
@@ -57,18 +58,18 @@ class RelevantTokens:
 
     @classmethod
     def of(
-        cls, batch: Batch, readout: Int[Tensor, " batch"], *, causal: bool, settings: Counting = RIGHT
+        cls, batch: Batch, readout: Int[Tensor, " batch"], *, causal: bool, settings: Counting = STANDARD
     ) -> "RelevantTokens":
-        """Find them.
+        """Return the relevant tokens of a batch.
 
         Args:
-            batch: of examples; positions at which its mask is true took part in the attention.
-            readout: position of each example at which attention is read.
-            causal: whether a token sees only those before it.
-            settings: what counts.
+            batch: examples; the positions at which its token mask is true took part in the attention.
+            readout: readout position of each example.
+            causal: whether the model is causal, so that a token attends only to itself and to those before it.
+            settings: which tokens and examples count.
 
         Raises:
-            CallError: a readout is not at a token.
+            CallError: A readout position is not that of a token.
         """
         one_hot(readout, batch.mask)
         relevance = torch.zeros(batch.mask.shape, dtype=torch.float64)
@@ -83,12 +84,12 @@ class RelevantTokens:
         return cls(batch, relevance * among, among, settings)
 
     def without(self, positions: Int[Tensor, " batch"]) -> "RelevantTokens":
-        """Return the same with one token of each example neither relevant nor among those attended to."""
+        """Return a copy in which one token of each example is neither relevant nor among those that count."""
         among = self.among & (torch.arange(self.among.shape[1]) != positions.cpu()[:, None])
         return replace(self, relevance=self.relevance * among, among=among)
 
     def alone(self, positions: Int[Tensor, " batch"]) -> "RelevantTokens":
-        """Return the same with one token of each example as the relevant one."""
+        """Return a copy in which one token of each example is the only relevant one."""
         return replace(self, relevance=one_hot(positions, self.batch.mask) * self.among)
 
     @property
@@ -98,17 +99,21 @@ class RelevantTokens:
 
     @property
     def chance(self) -> Float64[Tensor, " batch"]:
-        """The attention on relevant tokens if it were uniform; NaN where there is no token to attend to."""
+        """The attention on relevant tokens if it were uniform; NaN if there is no token to attend to."""
         return self.reached / self.among.sum(dim=1)
 
     def attention(self, rows: Float[Tensor, "batch *kind position"]) -> Float64[Tensor, "batch *kind"]:
-        """Return the attention on the relevant tokens, sum_j a_j rho_j / sum_j a_j, with rho_j the relevance.
+        """Return the attention on the relevant tokens, sum_j a_j rho_j / sum_j a_j.
 
-        NaN where there is none on any token that counts. Under the paper's convention it is sum_j a_j rho_j.
+        a_j is the weight of token j in a row and rho_j its relevance; the sums run over the tokens that count. The
+        result is NaN if no token that counts receives attention. In the paper's convention it is sum_j a_j rho_j.
+
+        Args:
+            rows: weights of tokens, for each example and, for instance, each layer and head.
 
         Raises:
-            CallError: the rows are not those of the batch, or a weight is negative or on padding.
-            QkovError: a weight is not finite.
+            CallError: The rows do not fit the batch, or a weight is negative or on padding.
+            QkovError: A weight is not finite.
         """
         rows = upcast(rows.detach()).cpu()
         if len(rows) != len(self.among) or rows.shape[-1] != self.among.shape[1]:
@@ -120,8 +125,8 @@ class RelevantTokens:
             raise QkovError(f"a weight of example {_first(~rows.isfinite())} in the batch is not finite")
         if (rows < 0).any():
             raise CallError(
-                f"a weight of example {_first(rows < 0)} in the batch is negative; expected attention: of signed "
-                f"attributions give the magnitude"
+                f"a weight of example {_first(rows < 0)} in the batch is negative; expected attention: for signed "
+                f"attributions pass the magnitude"
             )
         between = (slice(None), *(None,) * (rows.ndim - 2))
         on_padding = (rows > 0) & ~self.batch.mask.cpu()[between]
@@ -133,10 +138,10 @@ class RelevantTokens:
         return on_relevant / (rows * self.among[between]).sum(dim=-1)
 
     def reasons_against(self, attention: Float64[Tensor, "batch *kind"]) -> list[str | None]:
-        """Return for each example why it takes no part, in words that stand behind a number; None where it does.
+        """Return for each example why it takes no part, as words that follow a number; None if it takes part.
 
         Args:
-            attention: that `attention` gave.
+            attention: the result of `attention`.
         """
         undefined = attention.isnan().flatten(1).any(dim=1) if attention.ndim > 1 else attention.isnan()
         return [
