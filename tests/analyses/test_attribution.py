@@ -324,7 +324,7 @@ def test_baselines_that_a_vocabulary_lacks_are_refused():
 
 def test_calls_that_mean_nothing_are_refused():
     bag = Bag()
-    with pytest.raises(CallError, match=r"no attribution 'lime'; expected one of integrated gradients, .*random"):
+    with pytest.raises(CallError, match=r"there is no method 'lime'; expected one of integrated gradients, .*random"):
         attribute(bag, EXAMPLES, "lime")
     with pytest.raises(CallError, match="target should be 'predicted' or 'label', got 'right'"):
         demand_target("right")

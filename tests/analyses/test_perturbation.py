@@ -107,7 +107,7 @@ def test_special_tokens_and_the_readout_are_kept():
 
 def test_a_model_that_reads_nowhere_keeps_special_tokens_alone():
     model = BagOfWords([0.0] * 10)
-    with pytest.raises(CallError, match=r"reads all 4 positions; the token .* set keep_readout=False"):
+    with pytest.raises(CallError, match=r"reads all 4 positions; keep_readout=True needs .* set keep_readout=False"):
         kept_positions(model, [EXAMPLE], ERASER)
     assert kept_positions(model, [EXAMPLE], Perturbation(keep_readout=False)) == [{0}]
 

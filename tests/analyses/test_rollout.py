@@ -210,7 +210,7 @@ def test_one_fused_map_a_layer_is_kept_and_the_heads_maps_are_not():
         ({"heads": ()}, "not all zero, got ()"),
         ({"heads": (0.0, 0.0)}, "not all zero, got (0.0, 0.0)"),
         ({"heads": ((1.0, 1.0), (1.0, -1.0))}, "none negative"),
-        ({"layers": range(3, 3)}, "range of numbers of layers"),
+        ({"layers": range(3, 3)}, "range of layer numbers"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):
@@ -257,7 +257,7 @@ def test_heads_that_attend_apart_have_no_min_and_only_where_it_is_needed():
     heads = torch.tensor([[[[1.0, 0], [1, 0]], [[1, 0], [0, 1]]]])
     kept = rolled([heads], Rollout(heads="min"))
     assert kept.row(torch.tensor([0])).tolist() == [[1, 0]]
-    with pytest.raises(QkovError, match=r"layer 0: query 1 of example 0 .* fuse by mean or max"):
+    with pytest.raises(QkovError, match=r"layer 0: query 1 of example 0 .* fuse them by mean or max"):
         kept.row(torch.tensor([1]))
     with pytest.raises(QkovError, match="query 1 of example 0"):
         kept.matrix()

@@ -134,5 +134,5 @@ def test_weights_and_inputs_that_do_not_serve_are_refused():
         norms.maps(0, torch.ones(1, 4, 2, 2))
     with pytest.raises(CallError, match="weights for 1 layers, and inputs came for layer 1"):
         norms.inputs(1, inputs)
-    with pytest.raises(CallError, match="ask for norms by head"):
+    with pytest.raises(CallError, match="use by_head=True"):
         value_norms(ToyAttention(), batch_of(3), Rollout(heads=(1.0, 1.0, 1.0, 1.0)))
