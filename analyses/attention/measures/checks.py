@@ -47,8 +47,8 @@ def one_hot(readout: Int[Tensor, " batch"], mask: Bool[Tensor, "batch position"]
     if outside.any():
         example = int(outside.nonzero()[0])
         raise CallError(
-            f"the readout position {int(readout[example])} of example {example} in the batch is not that of a token: the "
-            f"example has {int(mask[example].sum())} tokens, and padding attends to nothing"
+            f"the readout position {int(readout[example])} of example {example} in the batch is not that of a token: "
+            f"the example has {int(mask[example].sum())} tokens, and padding attends to nothing"
         )
     return is_readout.double()
 
