@@ -14,6 +14,7 @@ from ...circuits.algebra.threads import side_by_side
 from ...circuits.errors import QkovError
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.composition import composition_scores
+from ...circuits.weights.layer_keys import layer_label
 from .motion import MOTION, effective_ratio, motion
 from .view import Opened, TaskDirections, View
 
@@ -173,7 +174,7 @@ def _layers(other: Opened | None, current: Opened, view: View) -> Iterator[Atten
 
 
 def _in_words(layers: list[tuple[str, int]]) -> str:
-    return ", ".join(f"{stack} {layer}".lstrip() for stack, layer in layers)
+    return ", ".join(layer_label(*key) for key in layers)
 
 
 def _counterpart(circuit: Circuit, current: Opened, circuits: dict[str, Circuit], other: Opened, name: str) -> Circuit:

@@ -13,6 +13,7 @@ from ..checkpoints.tensor_file import in_memory
 from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint
 from ..weights.attention_weights import BIASES, AttentionFacts, AttentionWeights
+from ..weights.layer_keys import layer_name
 from ..weights.norms import Basis, Norm, is_centred
 from .hooked_facts import facts_of, head_norms_of, norm_of
 
@@ -71,7 +72,7 @@ class OpenHookedModel:
         if wrapped is not None:
             self.recognised += f", which holds a model recognised {wrapped.recognised}"
             self.skipped = {
-                f"{place.stack} layer {place.layer}".lstrip(): "the model inside has no such layer of attention"
+                layer_name(*place.key): "the model inside has no such layer of attention"
                 for place in places
                 if place.key not in wrapped.layer_keys
             }

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..algebra.circuit import Circuit, circuit_of
 from ..algebra.gram import Folded
 from ..errors import CallError
+from .layer_keys import layer_name
 from .norms import BASES, Basis, HeadNorm, Norm
 from .rotary import Rotary
 
@@ -137,7 +138,7 @@ class AttentionWeights:
     @property
     def place(self) -> str:
         """The layer in words, for messages."""
-        return f"{self.stack} layer {self.layer}".lstrip()
+        return layer_name(self.stack, self.layer)
 
     @property
     def heads(self) -> int:

@@ -1,1 +1,1 @@
-"""AttentionProbe: attention of every head of a live model, measured as the model runs."""
+"""AttentionProbe: the attention of every head of a live model, measured while the model runs."""

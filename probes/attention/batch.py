@@ -1,4 +1,4 @@
-"""What one call of a model gave: sums of the measures, figures of each example, and the maps that were asked for."""
+"""The results of one call of a model: sums of the measures, values for each example, and the maps that are kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,12 +8,14 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from ...analyses.attention.maps.source import LayerMap, LayerRows, MapSource
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.algebra.products import upcast
 from ...circuits.errors import CallError
-from ..maps.source import GivenMap, GivenRows, HeadKey, LayerKey, MapSource, layer_name
-from .masks import Sides, TokenMasks
-from .measures import QueryMeasures
+from ...circuits.weights.layer_keys import LayerKey, layer_name
+from ..maps.masks import Sides, TokenMasks
+from ..maps.selection import HeadKey
+from .measures import QueryMeasures, row_measures
 from .rollout_mass import RolloutMass
 
 AT_READOUT = ("relevant", "chance")
@@ -21,30 +23,30 @@ AT_READOUT = ("relevant", "chance")
 
 @dataclass(frozen=True, eq=False)
 class HeadSums:
-    """Sums of one measure over queries or examples, and how many they are, for every head of a layer."""
+    """Sums of one measure over queries or examples, and their number, for every head of a layer."""
 
     total: Float64[Tensor, " head"]
     count: Float64[Tensor, " head"]
 
     def __add__(self, other: "HeadSums") -> "HeadSums":
-        """Add those of another batch."""
+        """Add the sums of another batch."""
         return HeadSums(self.total + other.total, self.count + other.count)
 
     def mean(self) -> Float64[Tensor, " head"]:
-        """Return the mean; NaN over none."""
+        """Return the mean; NaN if there was nothing to average."""
         return self.total / self.count
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """What is measured of each call.
+    """What is measured in each call.
 
     Attributes:
-        names: of the measures of queries.
-        masks: of the tokens.
-        rollout: how maps are rolled out; None if they are not.
-        rollout_rows: whether whole rows are kept.
-        maps: heads whose maps are kept; None for all.
+        names: Names of the measures of queries.
+        masks: The user's masks of the tokens.
+        rollout: How maps are rolled out; None if they are not.
+        rollout_rows: Whether whole rows of the rollout are kept.
+        maps: The heads whose maps are kept; None for all.
     """
 
     names: tuple[str, ...]
@@ -55,15 +57,17 @@ class BatchSettings:
 
 
 @dataclass(eq=False)
-class ExampleFigures:
-    """Figures of each example of one call; all are on the CPU.
+class ExampleValues:
+    """The values of each example of one call; all tensors are on the CPU.
 
     Attributes:
-        tokens, relevant: how many there are of each, if it is told.
-        readout: position at which attention is read.
-        rollout, chance: mass of rollout on the relevant tokens, and their share among the tokens.
-        heads: each head's attention on the relevant tokens at the readout, by layer.
-        rows: of rollout, if asked for.
+        tokens: Number of tokens.
+        readout: Position at which attention is read.
+        relevant: Number of relevant tokens; None if it is not known which are.
+        rollout: Mass of the rollout on the relevant tokens.
+        chance: Share of relevant tokens among the tokens that can be seen.
+        heads: Each head's attention on the relevant tokens at the readout position, by layer.
+        rows: Rows of the rollout, if they are kept.
     """
 
     tokens: Tensor
@@ -77,14 +81,14 @@ class ExampleFigures:
 
 @dataclass(eq=False)
 class WatchedBatch:
-    """Takes the maps of one call as they come.
+    """Takes the maps of one call as the layers give them.
 
     Attributes:
-        settings: what is measured.
-        source: of the maps.
-        arguments: that the model was called with, by name.
-        sums: by layer and measure.
-        maps: copies of those asked for, on the CPU.
+        settings: What is measured.
+        source: The source of the maps.
+        arguments: The arguments that the model was called with, by name.
+        sums: The sums by layer and measure.
+        maps: Copies of the maps that are kept, on the CPU.
     """
 
     settings: BatchSettings
@@ -98,33 +102,34 @@ class WatchedBatch:
     _rollout: RolloutMass | None = field(default=None, init=False)
     _heads: dict[LayerKey, Tensor] = field(default_factory=dict, init=False)
 
-    def take(self, given: GivenMap | GivenRows) -> None:
+    def take(self, layer_map: LayerMap | LayerRows) -> None:
         """Measure a layer.
 
         Raises:
-            CallError: it has been measured in this call, or the masks do not fit it.
+            CallError: The layer has already been measured in this call, or the masks do not fit its map.
         """
-        if given.key in self.sums:
+        name = layer_name(*layer_map.key)
+        if layer_map.key in self.sums:
             raise CallError(
-                f"{layer_name(given.key)} of {self.source.name} gave two maps in one call of the model: put the probe "
-                f"on the part that is called twice"
+                f"{name} of {self.source.name} gave two maps in one call of the model; put the probe on the part that "
+                f"is called twice"
             )
-        if isinstance(given, GivenRows):
-            self.sums[given.key] = _of_rows(given, self.settings.names)
+        if isinstance(layer_map, LayerRows):
+            self.sums[layer_map.key] = _of_rows(layer_map, self.settings.names)
             return
-        attention = given.attention.detach()
+        attention = layer_map.attention.detach()
         if attention.ndim != 4:
             raise CallError(
-                f"{layer_name(given.key)} of {self.source.name} gave a map of shape {list(attention.shape)}; expected "
-                f"[batch, head, query, key]"
+                f"{name} of {self.source.name} gave a map of shape {list(attention.shape)}; expected [batch, head, "
+                f"query, key]"
             )
-        # Products of maps are to be as exact as they are outside of the user's mixed precision.
+        # The user's mixed precision must not make products of maps less exact.
         with torch.no_grad(), torch.autocast(attention.device.type, enabled=False):
-            self._measure(given, attention)
+            self._measure(layer_map, attention)
 
-    def _measure(self, given: GivenMap, attention: Float[Tensor, "batch head query key"]) -> None:
-        stack, layer = given.key
-        sides = self._sides_of(given)
+    def _measure(self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"]) -> None:
+        stack, layer = layer_map.key
+        sides = self._sides_of(layer_map)
         measured = QueryMeasures(attention, sides, self.settings.names)
         queries = upcast(measured.queries(sides.asked).float())
         sums = {"queries": HeadSums(queries, torch.ones_like(queries))}
@@ -134,20 +139,20 @@ class WatchedBatch:
         if "relevant" in measured.values:
             for name in AT_READOUT:
                 sums[f"{name}_at_readout"] = _over_examples(measured.at(name, sides))
-            self._heads[given.key] = measured.at("relevant", sides)
-        self.sums[given.key] = sums
-        if stack == "" and self.settings.rollout is not None and given.is_self:
+            self._heads[layer_map.key] = measured.at("relevant", sides)
+        self.sums[layer_map.key] = sums
+        if stack == "" and self.settings.rollout is not None and layer_map.is_self:
             self._roll_out(self.settings.rollout, layer, attention, sides)
-        self._keep_maps(given.key, attention)
+        self._keep_maps(layer_map.key, attention)
 
-    def _sides_of(self, given: GivenMap) -> Sides:
-        stack, shape = given.key[0], given.attention.shape
-        known = (stack, shape[0], *shape[2:], given.attention.device)
-        if given.real_keys is not None or known not in self._sides:
+    def _sides_of(self, layer_map: LayerMap) -> Sides:
+        stack, shape = layer_map.key[0], layer_map.attention.shape
+        known = (stack, shape[0], *shape[2:], layer_map.attention.device)
+        if layer_map.real_keys is not None or known not in self._sides:
             decoder = self._queries.get("decoder") if stack == "decoder cross" else None
             if decoder is not None and decoder.shape != (shape[0], shape[2]):
                 decoder = None
-            self._sides[known] = self.settings.masks.sides(given, self.source, self.arguments, decoder)
+            self._sides[known] = self.settings.masks.sides(layer_map, self.source, self.arguments, decoder)
         sides = self._sides[known]
         self._queries[stack] = sides.queries
         if self._main is None:
@@ -163,27 +168,27 @@ class WatchedBatch:
             self._rollout.add(layer, attention)
 
     def _keep_maps(self, key: LayerKey, attention: Float[Tensor, "batch head query key"]) -> None:
-        asked = self.settings.maps
-        heads = range(attention.shape[1]) if asked is None else [head for *at, head in asked if tuple(at) == key]
+        selected = self.settings.maps
+        heads = range(attention.shape[1]) if selected is None else [head for *at, head in selected if tuple(at) == key]
         for head in heads:
             if head >= attention.shape[1]:
                 raise CallError(
-                    f"the map of head {head} was asked for; {layer_name(key)} of {self.source.name} has heads 0 to "
+                    f"the map of head {head} was asked for; {layer_name(*key)} of {self.source.name} has heads 0 to "
                     f"{attention.shape[1] - 1}"
                 )
             self.maps[*key, head] = attention[:, head].cpu().clone()
 
-    def finish(self) -> ExampleFigures | None:
-        """Bring what was measured to the CPU, and return the figures of examples where there are any.
+    def finish(self) -> ExampleValues | None:
+        """Copy the sums to the CPU, and return the values of the examples if there are any.
 
         Raises:
-            CallError: the model gave no map at all.
+            CallError: The model gave no map at all.
         """
         if not self.sums and self.arguments.get("stop_at_layer") is None:
             raise CallError(f"{self.source.name} gave no attention map; load it with eager attention")
         self.sums = {
-            key: {name: HeadSums(sums.total.cpu(), sums.count.cpu()) for name, sums in found.items()}
-            for key, found in self.sums.items()
+            key: {name: HeadSums(sums.total.cpu(), sums.count.cpu()) for name, sums in by_name.items()}
+            for key, by_name in self.sums.items()
         }
         if self._main is None:
             return None
@@ -191,35 +196,35 @@ class WatchedBatch:
         if rollout is not None and rollout.layers < sum(stack == "" for stack, _ in self.source.keys):
             rollout = None
         relevant = None if sides.relevant is None else sides.relevant.sum(dim=1).cpu()
-        return ExampleFigures(
+        return ExampleValues(
             tokens=sides.keys.sum(dim=1).cpu(),
             readout=(sides.readout + (sides.offset or 0)).cpu(),
             relevant=relevant,
             rollout=None if rollout is None else _on_cpu(rollout.mass()),
             chance=None if rollout is None else _on_cpu(rollout.chance()),
-            heads={key: found.float().cpu() for key, found in self._heads.items()},
+            heads={key: attention.float().cpu() for key, attention in self._heads.items()},
             rows=_on_cpu(rollout.rows()) if rollout is not None and self.settings.rollout_rows else None,
         )
 
 
-def _on_cpu(figures: Tensor | None) -> Tensor | None:
-    return None if figures is None else figures.cpu()
+def _on_cpu(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.cpu()
 
 
-def _over_examples(figures: Float[Tensor, "batch head"]) -> HeadSums:
-    """Sums over the examples that have a figure; what is not finite there is NaN as well, and is not known apart."""
-    exact = upcast(figures)
+def _over_examples(values: Float[Tensor, "batch head"]) -> HeadSums:
+    """Sum over the examples that have a value; a value that is not finite is NaN too and cannot be told apart."""
+    exact = upcast(values)
     there = ~exact.isnan()
     return HeadSums(torch.where(there, exact, 0.0).sum(dim=0), there.sum(dim=0).double())
 
 
-def _of_rows(given: GivenRows, names: tuple[str, ...]) -> dict[str, HeadSums]:
+def _of_rows(rows: LayerRows, names: tuple[str, ...]) -> dict[str, HeadSums]:
     wanted = {"chance", *(f"{name}_at_readout" for name in AT_READOUT)} if "relevant" in names else set()
-    first = next(iter(given.values.values()))
-    queries = torch.full((first.shape[1],), len(first), dtype=torch.float64)
+    heads, sequences = rows.attention.shape[:2]
+    queries = torch.full((heads,), sequences, dtype=torch.float64)
     sums = {
         name: HeadSums(upcast(values).sum(dim=0).cpu(), queries)
-        for name, values in given.values.items()
+        for name, values in row_measures(rows.attention, rows.sequences).items()
         if name in wanted.union(names)
     }
     return {"queries": HeadSums(queries, torch.ones_like(queries)), **sums}

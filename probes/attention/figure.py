@@ -1,4 +1,4 @@
-"""A probe's findings as a picture: a grid of layers and heads for each measure, and maps where some were kept."""
+"""The figure of a probe: a grid of layers and heads for each measure, and the maps that were kept."""
 
 import io
 import math
@@ -15,9 +15,10 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from ...circuits.errors import CallError
+from ...circuits.weights.layer_keys import layer_name
 from .tables import COLUMNS
 
-#: Of all lines and letters, to be replaced by the page's own colour.
+#: The colour of all lines and letters, which the page replaces by its own.
 FOREGROUND = "#1b1b1d"
 _STYLE: dict[Any, Any] = {
     "axes.edgecolor": FOREGROUND,
@@ -32,17 +33,17 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": FOREGROUND,
     "ytick.color": FOREGROUND,
 }
-#: Inches, of the whole and of the height of each row.
+#: The width of the figure, and the height of a row of grids and of maps, in inches.
 _WIDTH, _PANEL, _MAP = 11.6, 2.5, 5.0
 _PER_ROW, _MAPS_PER_ROW = 4, 2
-#: More would be a picture of many pages.
+#: The most maps that are drawn; more would take many pages.
 _MAPS = 12
-#: Labels of more tokens than this could not be read.
+#: The most tokens whose labels are legible.
 _LABELLED = 60
 
 
 class ShownFigure(Figure):
-    """A figure that a notebook shows, whether or not matplotlib was told of the notebook."""
+    """A figure that a notebook shows, whether or not matplotlib is set up for the notebook."""
 
     def _repr_png_(self) -> bytes:
         picture = io.BytesIO()
@@ -60,16 +61,16 @@ def draw(
     measures: Sequence[str] | None = None,
     tokens: Sequence[str] | None = None,
 ) -> Figure:
-    """Return the picture.
+    """Return the figure.
 
     Args:
-        table: of a probe.
-        maps: of one example; the first twelve are drawn.
-        measures: columns of the table; all that were measured if not given, and none for maps alone.
-        tokens: labels of the tokens of the example.
+        table: The table of a probe.
+        maps: The kept maps of one example; the first twelve are drawn.
+        measures: Columns of the table to draw; all that were measured by default. An empty list draws only maps.
+        tokens: Labels of the tokens of the example.
 
     Raises:
-        CallError: a measure is no column, or labels are not as many as a map has keys.
+        CallError: A measure is not a column, or the number of labels differs from the number of keys of a map.
     """
     known = [name for name in COLUMNS if name in table and bool(table[name].notna().any())]
     if isinstance(measures, str) or any(name not in table or name not in COLUMNS for name in measures or ()):
@@ -88,13 +89,13 @@ def draw(
         parts = figure.subfigures(len(bands), 1, squeeze=False, height_ratios=heights)[:, 0] if bands else []
         for part, (drawn, draw_one, per_row, _) in zip(parts, bands, strict=True):
             rows, columns = math.ceil(len(drawn) / per_row), min(len(drawn), per_row)
-            for place, given in enumerate(drawn):
-                draw_one(part.add_subplot(rows, columns, place + 1), *given)
+            for number, arguments in enumerate(drawn):
+                draw_one(part.add_subplot(rows, columns, number + 1), *arguments)
     return figure
 
 
 def _says_something(table: pd.DataFrame, name: str) -> bool:
-    """Chance is the same in all heads, and stands in the title of its measure; causal heads have no next token."""
+    """Return whether a grid is worth drawing: chance is in its measure's title, and causal heads have no next token."""
     return not name.startswith("chance") and (name != "next" or bool((table[name] != 0).any()))
 
 
@@ -116,9 +117,9 @@ def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:
 
 
 def _map(axes: Axes, key: MapKey, attention: Float[Tensor, "query key"], tokens: Sequence[str] | None) -> None:
-    *stack, layer, head = key
+    stack, layer, head = key if len(key) == 3 else ("", *key)
     image = axes.imshow(attention.float().numpy(), vmin=0.0, vmax=1.0, interpolation="nearest")
-    axes.set_title(f"{' '.join(map(str, stack))} layer {layer}, head {head}".strip())
+    axes.set_title(f"{layer_name(stack, layer)}, head {head}")
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     queries, keys = attention.shape

@@ -1,4 +1,4 @@
-"""What a notebook shows of a probe: a line of words, the figure, and the table to unfold, by day and by night."""
+"""The HTML that a notebook shows for a probe: one line of text, the figure, and a table that can be unfolded."""
 
 import pandas as pd
 from jinja2 import Environment
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from ...analyses.inline_svg import inline_svg
 from .figure import FOREGROUND
 
-#: Rows of the table that are shown; a model of a thousand heads would fill the notebook.
+#: Number of rows of the table that are shown; a model with a thousand heads would fill the notebook.
 _SHOWN = 200
 
 _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
@@ -26,18 +26,23 @@ probe.table()){% endif %}</summary>
 
 
 def message_page(name: str, message: str) -> str:
-    """Return a fragment of HTML that shows a message in place of the figures of a probe."""
+    """Return a fragment of HTML that shows a message instead of the results of a probe.
+
+    Args:
+        name: The name of the probe.
+        message: The message.
+    """
     return _TEMPLATE.render(name=name, words=message, figure="", table="")
 
 
 def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure) -> str:
-    """Return a fragment of HTML that needs nothing else.
+    """Return a fragment of HTML that needs no other file.
 
     Args:
-        name: the name of the probe.
-        table: one row for each head, as `AttentionProbe.table` returns it.
-        examples: one row for each example, as `AttentionProbe.examples` returns it.
-        figure: the drawing of the table.
+        name: The name of the probe.
+        table: One row for each head, as `AttentionProbe.table` returns it.
+        examples: One row for each example, as `AttentionProbe.examples` returns it.
+        figure: The drawing of the table.
     """
     count = "1 example" if len(examples) == 1 else f"{len(examples)} examples"
     parts = [f"{count}, {int(examples['tokens'].sum())} tokens"] if len(examples) else []
@@ -47,7 +52,7 @@ def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure)
     flagged = int((~table["finite"]).sum())
     if flagged:
         parts.append(f"{flagged} heads have maps that are not finite")
-    # Spaces, so that long headings may take two lines.
+    # Underscores become spaces, so that long headings may take two lines.
     shown = (
         table.head(_SHOWN)
         .rename(columns=lambda name: name.replace("_", " "))

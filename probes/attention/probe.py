@@ -1,4 +1,4 @@
-"""Attention of a live model, measured while it runs: a context around the calls of a notebook or a training loop."""
+"""The attention of a live model, measured while it runs, in a context around a notebook's or training loop's calls."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -10,52 +10,56 @@ import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
 
+from ...analyses.attention.maps.search import source_of, unwrapped_model
+from ...analyses.attention.maps.source import LayerMap, LayerRows
 from ...analyses.attention.measures.rollout import ABNAR_ZUIDEMA, Rollout
 from ...circuits.errors import CallError
-from ..maps.forward import ForwardWatcher, watch_forward
-from ..maps.search import asked_maps, source_of, unwrapped_model
-from ..maps.source import GivenMap, GivenRows, HeadKey, LayerKey
-from .batch import BatchSettings, ExampleFigures, HeadSums, WatchedBatch
-from .masks import Readout, TokenMask, TokenMasks
+from ...circuits.weights.layer_keys import LayerKey
+from ..maps.forward import ForwardWatcher, on_call_within, watch_forward
+from ..maps.masks import Readout, TokenMask, TokenMasks
+from ..maps.selection import HeadKey, selected_heads
+from .batch import BatchSettings, ExampleValues, HeadSums, WatchedBatch
 from .tables import example_table, head_rows, head_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Everything that is measured while a model runs.
+#: The names of all measures that can be taken while a model runs.
 MEASURES = ("entropy", "relevant", "sink", "self", "previous", "next", "largest", "rollout")
 
 
 class AttentionProbe:
-    """Measures every head's attention while a model runs inside its context, and keeps sums alone.
+    """Measures the attention of every head while a model runs inside its context, and keeps only sums.
 
         with AttentionProbe(model, relevant=mask) as probe:
             model(tokens, attention_mask=attention_mask)
         probe.table()
 
-    For a query i with weights p_ij on the keys that are tokens, brought to sum 1, each measure is averaged over the
-    queries that are tokens (or those asked for), those of all calls alike:
+    For a query i with weights p_ij on the keys that are tokens, normalised to sum 1, each measure is averaged over the
+    queries that are tokens (or over those selected by `queries`), over all calls together:
 
     | name | | of one query |
     |---|---|---|
     | `entropy` | nats | -sum_j p_ij ln p_ij |
-    | `relevant` | | sum of p_ij over the relevant j; `chance` is their share of the tokens that i can see |
+    | `relevant` | | sum of p_ij over the relevant j; `chance` is their share among the tokens that i can see |
     | `sink` | | p_ij of the first token |
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
     | `largest` | | max_j p_ij |
-    | `rollout` | | mass of (A_L ... A_1) on the relevant tokens at the readout, in `examples()` |
+    | `rollout` | | mass of (A_L ... A_1) on the relevant tokens at the readout position, in `examples()` |
 
-    `relevant_at_readout` and `chance_at_readout` are those at one query of each example alone, averaged over examples.
+    `relevant_at_readout` and `chance_at_readout` are taken at one query of each example and averaged over examples.
 
-    Works on models with TransformerLens' hook points (HookedTransformer, TransformerBridge), models of transformers
-    with eager attention, torch.nn.MultiheadAttention alone or in a model, and this project's SingleLayerAttention. What
-    the model returns, its random numbers and its gradients stay as they are. Several probes, and the user's own hooks,
-    go together; a probe sees a map before a hook of the user's that was added later changes it. Layers of
-    transformers give maps after dropout, so that in training they are those that the model used. Only what happens in
-    calls of the model counts, and a call counts when it has ended: what the backward pass computes again does not.
+    A probe works on models with TransformerLens' hook points (HookedTransformer, TransformerBridge), on models of
+    transformers with eager attention, on torch.nn.MultiheadAttention alone or in a model, and on this project's
+    SingleLayerAttention. The model stays in the mode that it is in; what it returns, its random numbers and its
+    gradients stay the same. Several probes and the user's own hooks can be used together; a probe sees a map before a
+    hook that the user added later changes it. In training mode, models of transformers give maps after dropout, which
+    are the maps that the model used; those of torch.nn.MultiheadAttention are computed without dropout. A call counts
+    once it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model.
 
-    With cached keys, as in `generate`, queries are the last positions, and rollout is left out (NaN); so it is with an
-    encoder and a decoder, whose maps are three stacks. There masks given here are those of the encoder's tokens.
+    With cached keys, as in `generate`, queries are the last positions, and rollout is left out (NaN). It is also left
+    out for an encoder and a decoder, whose maps form three stacks; the masks given here are then those of the encoder's
+    tokens.
     """
 
     def __init__(
@@ -72,26 +76,28 @@ class AttentionProbe:
         rollout_rows: bool = False,
         tokens: Sequence[str] | None = None,
     ) -> None:
-        """Find where the model's maps come from; it is not touched before the probe is entered.
+        """Find the model's attention; the model is not touched before the probe is entered.
 
         Args:
-            model: that will be called; for one wrapped by DistributedDataParallel, the model inside is watched.
-            relevant: true or 1 for the relevant tokens, [position] for all examples or [batch, position]; or a function
-                that makes it of the tokens. `probe.relevant = ...` sets it anew for the next call.
-            measures: names of those wanted.
-            mask: true or 1 where there is a token, in the same ways; by default what the model is called with
-                (attention_mask, or key_padding_mask with its opposite sense), and without any everything is a token.
-            queries: which are averaged over: "all", "last" or a mask in the same ways.
-            readout: where attention is read for the figures at the readout: the "last" token, where a causal model
-                predicts, the "first", where many encoders do, or a position for each example, or a function of the
-                tokens.
-            maps: pairs (layer, head), or (stack, layer, head), whose maps are kept in `probe.maps`; or "all".
-            rollout: how maps are fused and mixed; see `analyses.attention.rollout_settings`.
-            rollout_rows: whether the whole row of rollout is kept for each example, in `probe.rollout_rows`.
-            tokens: labels of the tokens, for maps in the figure.
+            model: The model that will be called. If it is wrapped by DistributedDataParallel, the model inside is
+                watched.
+            relevant: True or 1 for the relevant tokens, [position] for all examples or [batch, position]; or a function
+                of the tokens that returns such a mask. `probe.relevant = ...` sets it for the next call.
+            measures: The names of the measures to take.
+            mask: True or 1 where there is a token, in the same forms. The default is the mask that the model is called
+                with (attention_mask, or key_padding_mask with its opposite sense); if there is none, every position is
+                a token.
+            queries: The queries that are averaged over: "all", "last" or a mask in the same forms.
+            readout: The position at which attention is read for the values at the readout: the "last" token, where a
+                causal model predicts; the "first", where many encoders do; a position for each example; or a function
+                of the tokens that returns such positions.
+            maps: Pairs (layer, head), or (stack, layer, head), whose maps are kept in `probe.maps`; or "all".
+            rollout: How maps are fused and mixed; see `analyses.attention.Rollout`.
+            rollout_rows: Whether to keep the whole row of the rollout for each example, in `probe.rollout_rows`.
+            tokens: Labels of the tokens, for maps in the figure.
 
         Raises:
-            CallError: no attention is found or it is fused, or an argument is not one of those above.
+            CallError: No attention was found, or it is fused, or an argument is none of the above.
         """
         known = isinstance(measures, Sequence) and not isinstance(measures, str) and set(measures) <= set(MEASURES)
         if not known:
@@ -104,12 +110,13 @@ class AttentionProbe:
             raise CallError(f"rollout should be a Rollout, got {rollout!r}; to leave it out, leave it out of measures")
         self._model = unwrapped_model(model)
         self._source = source_of(self._model)
+        self._source.demand_maps()
         self._settings = BatchSettings(
             names=tuple(name for name in MEASURES if name in measures and name != "rollout"),
             masks=TokenMasks(relevant, mask, queries, readout),
             rollout=rollout if "rollout" in measures else None,
             rollout_rows=rollout_rows,
-            maps=asked_maps(maps, self._source),
+            maps=selected_heads(maps, self._source),
         )
         self.tokens = tokens
         self._ends: list[Callable[[], None]] = []
@@ -119,7 +126,7 @@ class AttentionProbe:
 
     @property
     def relevant(self) -> TokenMask | None:
-        """Which tokens are relevant in the next call."""
+        """The tokens that are relevant in the next call."""
         return self._settings.masks.relevant
 
     @relevant.setter
@@ -128,7 +135,7 @@ class AttentionProbe:
 
     @property
     def mask(self) -> TokenMask | None:
-        """Where there are tokens in the next call, if the call does not say it."""
+        """The positions that are tokens in the next call, if the call has no mask."""
         return self._settings.masks.mask
 
     @mask.setter
@@ -136,19 +143,23 @@ class AttentionProbe:
         self._settings = replace(self._settings, masks=replace(self._settings.masks, mask=mask))
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Discard everything that was measured."""
         self._sums: dict[LayerKey, dict[str, HeadSums]] = {}
-        self._examples: list[ExampleFigures] = []
+        self._examples: list[ExampleValues] = []
         self._maps: dict[HeadKey, list[Tensor]] = {}
         self._strays = 0
 
     def __enter__(self) -> "AttentionProbe":
-        """Watch the model."""
+        """Start watching the model.
+
+        Raises:
+            CallError: The probe is already watching.
+        """
         if self._ends:
-            raise CallError("this probe is watching already; leave its block first, or make another")
+            raise CallError("this probe is already watching; leave its block first, or make another probe")
         try:
-            # One by one, so that an interrupt in between leaves no hook of which nobody knows.
-            for end in self._source.attach(self._take):
+            # One by one, so that an interrupt in between leaves no hook behind.
+            for end in self._source.attach(self._take, on_call=on_call_within(self._model)):
                 self._ends.append(end)
             watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
             self._ends.append(watch_forward(self._model, watcher))
@@ -160,17 +171,17 @@ class AttentionProbe:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the model as it was."""
+        """Stop watching, and leave the model as it was."""
         self._stop()
 
     def table(self) -> pd.DataFrame:
         """Return a row for each head: stack (if there are several), layer, head, queries, measures, finite.
 
-        Measures are means over `queries` queries; NaN where there was none to measure. Where `finite` is false, the
+        Measures are means over `queries` queries; NaN if there was nothing to average. Where `finite` is false, the
         head's maps had values that are not finite, and so have its means.
 
         Raises:
-            CallError: no call was seen.
+            CallError: The model has not been called.
         """
         self._demand_calls()
         return head_table({key: self._sums[key] for key in self._source.keys if key in self._sums})
@@ -178,57 +189,59 @@ class AttentionProbe:
     def examples(self, *, by_head: bool = False) -> pd.DataFrame:
         """Return a row for each example, in the order in which they came.
 
-        Columns: example, tokens, readout (its position), relevant (how many tokens are), chance (their share among the
-        tokens, in a causal model those up to the readout), rollout (its mass on them at the readout), attention (the
-        mean of all heads' there). NaN where a figure does not exist. Each head's is kept for every example, 4 bytes a
-        head: a long run should `reset()` now and then.
+        Columns: example, tokens (their number), readout (its position), relevant (the number of relevant tokens),
+        chance (their share among the tokens, in a causal model among those up to the readout), rollout (its mass on the
+        relevant tokens at the readout), attention (the mean over all heads of theirs there). NaN where a value does not
+        exist. The attention of every head is kept for every example, which takes 4 bytes a head; call `reset()` from
+        time to time in a long run.
 
         Args:
-            by_head: a row for each example and head instead, with the attention of each on the relevant tokens.
+            by_head: Whether to return a row for each example and head, with the head's attention on the relevant
+                tokens.
 
         Raises:
-            CallError: no call was seen.
+            CallError: The model has not been called.
         """
         self._demand_calls()
         return head_rows(self._examples) if by_head else example_table(self._examples)
 
     @property
     def maps(self) -> dict[tuple[int, int] | HeadKey, list[Float[Tensor, "batch query key"]]]:
-        """The maps asked for, by (layer, head) or (stack, layer, head): one tensor on the CPU for each call."""
+        """The kept maps, by (layer, head) or (stack, layer, head): one tensor on the CPU for each call."""
         return {key if key[0] else key[1:]: list(kept) for key, kept in sorted(self._maps.items())}
 
     @property
     def rollout_rows(self) -> list[Float[Tensor, " position"]]:
-        """The row of rollout at the readout of each example; zero on padding.
+        """The row of the rollout at the readout of each example; zero on padding.
 
         Raises:
-            CallError: rows were not asked for, or there are none for a call with cached keys or several stacks.
+            CallError: Rows were not asked for, or a call with cached keys or several stacks had none.
         """
         if not self._settings.rollout_rows:
             raise CallError("rows of rollout were not asked for: AttentionProbe(model, rollout_rows=True)")
-        rows = [examples.rows for examples in self._examples]
-        found = [row for row in rows if row is not None]
-        if len(found) < len(rows):
+        by_call = [examples.rows for examples in self._examples]
+        known = [rows for rows in by_call if rows is not None]
+        if len(known) < len(by_call):
             raise CallError("some calls have no rollout: it needs every layer's map of all tokens to all tokens")
-        return [row for batch in found for row in batch]
+        return [row for rows in known for row in rows]
 
     def figure(self, measures: Sequence[str] | None = None) -> "Figure":
-        """Return a picture: for each measure a grid of layers and heads; of one example also the maps kept.
+        """Return a figure with a grid of layers and heads for each measure, and the kept maps of a single example.
 
         Args:
-            measures: columns of the table; those of all measures if not given, none of them for maps alone.
+            measures: Columns of the table to draw; all measures by default. An empty list draws only maps.
 
         Raises:
-            CallError: no call was seen, or a measure is no column of the table.
+            CallError: The model has not been called, or a measure is not a column of the table.
         """
         from .figure import draw
 
-        one = sum(len(examples.tokens) for examples in self._examples) == 1
-        maps = {key: kept[0][0] for key, kept in self.maps.items()} if one else {}
+        is_single = sum(len(examples.tokens) for examples in self._examples) == 1
+        maps = {key: kept[0][0] for key, kept in self.maps.items()} if is_single else {}
         return draw(self.table(), maps, measures=measures, tokens=self.tokens)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: figure and table."""
+        """Return the HTML that a notebook shows: the figure and the table."""
         from .page import message_page, page
 
         try:
@@ -237,14 +250,14 @@ class AttentionProbe:
             return message_page(self.name, str(error))
 
     def __repr__(self) -> str:
-        """Return what is watched, and how much was seen."""
-        examples = sum(len(found.tokens) for found in self._examples)
+        """Return the watched model's name, its number of layers and the number of examples seen."""
+        examples = sum(len(call.tokens) for call in self._examples)
         layers = len(self._source.keys)
         return f"AttentionProbe({self._source.name}, {layers} layers, {examples} examples)"
 
     @property
     def name(self) -> str:
-        """Name of the model."""
+        """The name of the model."""
         return self._source.name
 
     def _begin(self, arguments: dict[str, Any]) -> None:
@@ -259,9 +272,9 @@ class AttentionProbe:
             return
         examples = batch.finish()
         sums = dict(self._sums)
-        for key, found in batch.sums.items():
+        for key, by_name in batch.sums.items():
             before = sums.get(key, {})
-            sums[key] = before | {name: before[name] + new if name in before else new for name, new in found.items()}
+            sums[key] = before | {name: before[name] + new if name in before else new for name, new in by_name.items()}
         for key, kept in batch.maps.items():
             self._maps.setdefault(key, []).append(kept)
         if examples is not None:
@@ -275,17 +288,17 @@ class AttentionProbe:
             self._held.__exit__(None, None, None)
             self._held = None
 
-    def _take(self, given: GivenMap | GivenRows) -> None:
+    def _take(self, layer_map: LayerMap | LayerRows) -> None:
         if self._batch is None:
             self._strays += 1
         else:
-            self._batch.take(given)
+            self._batch.take(layer_map)
 
     def _stop(self) -> None:
         try:
             self._end_all()
         finally:
-            # What an interrupt left in the middle.
+            # An interrupt may have ended the first pass early.
             self._end_all()
 
     def _end_all(self) -> None:
@@ -297,5 +310,5 @@ class AttentionProbe:
     def _demand_calls(self) -> None:
         if self._sums:
             return
-        strays = f"; {self._strays} maps came outside of any call of it" if self._strays else ""
-        raise CallError(f"nothing was measured: call {self._source.name} inside `with probe:`{strays}")
+        strays = f"; {self._strays} maps came from calls of its parts alone" if self._strays else ""
+        raise CallError(f"nothing was measured; call {self._source.name} inside `with probe:`{strays}")

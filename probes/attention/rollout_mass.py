@@ -1,4 +1,4 @@
-"""The mass that rollout puts on some tokens, carried up through the layers without keeping a map."""
+"""The mass that the rollout puts on some tokens, carried up through the layers without keeping a map."""
 
 import torch
 from jaxtyping import Float
@@ -7,23 +7,23 @@ from torch import Tensor
 from ...analyses.attention.measures.fusion import discard_smallest, fuse_heads, hide_padding
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.errors import CallError
-from .masks import Sides
+from ..maps.masks import Sides
 from .measures import reach
 
 
 class RolloutMass:
-    """v_l = A_l v_{l-1} with v_0 = 1 on the tokens asked for: at the readout, their mass in A_L ... A_1.
+    """The mass of some tokens in A_L ... A_1, computed as v_l = A_l v_{l-1} with v_0 = 1 on these tokens.
 
-    One column of numbers is held in place of one map a layer; with the whole row asked for, one for every token.
+    One column of numbers is held instead of one map for each layer; for whole rows, one column for every token.
     """
 
     def __init__(self, settings: Rollout, sides: Sides, *, rows: bool) -> None:
         """Start at the tokens.
 
         Args:
-            settings: how maps are fused and mixed.
-            sides: of the maps of all layers.
-            rows: whether the whole row is asked for, and not the mass on the relevant tokens alone.
+            settings: How maps are fused and mixed.
+            sides: The queries and keys of the maps, the same in all layers.
+            rows: Whether whole rows are wanted as well as the mass on the relevant tokens.
         """
         self._settings, self._sides, self._has_rows = settings, sides, rows
         self.layers = 0
@@ -36,7 +36,12 @@ class RolloutMass:
         self._columns = torch.cat(columns, dim=-1) if columns else None
 
     def add(self, layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
-        """Carry the columns through a layer; layers come in order."""
+        """Carry the columns through a layer; layers have to come in order.
+
+        Args:
+            layer: The number of the layer.
+            attention: Its maps.
+        """
         if self.layers == 0:
             self._sees_ahead = reach(attention, self._sides)[1] > 0
         self.layers += 1
@@ -54,23 +59,23 @@ class RolloutMass:
         self._columns = (1 - residual) * carried + residual * columns
 
     def mass(self) -> Float[Tensor, " batch"] | None:
-        """Return the mass on the relevant tokens at each readout; None where none are told."""
+        """Return the mass on the relevant tokens at each readout position; None if it is not known which are."""
         return self._at_readout()[:, 0] if self._has_relevant else None
 
     def chance(self) -> Float[Tensor, " batch"] | None:
-        """Return the share of relevant tokens among all, in a causal model among those up to the readout."""
+        """Return the share of relevant tokens among all tokens; in a causal model, among those up to the readout."""
         sides = self._sides
         if sides.relevant is None:
             return None
-        places = torch.arange(sides.keys.shape[1], device=sides.keys.device)
-        seen = sides.keys & ((places <= sides.readout[:, None]) | self._sees_ahead)
+        positions = torch.arange(sides.keys.shape[1], device=sides.keys.device)
+        seen = sides.keys & ((positions <= sides.readout[:, None]) | self._sees_ahead)
         return (sides.relevant & seen).sum(dim=1) / seen.sum(dim=1)
 
     def rows(self) -> Float[Tensor, "batch position"]:
-        """Return the whole row at each readout.
+        """Return the whole row at each readout position.
 
         Raises:
-            CallError: it was not asked for.
+            CallError: Rows were not asked for.
         """
         if not self._has_rows:
             raise CallError("rows of rollout were not asked for: AttentionProbe(model, rollout_rows=True)")

@@ -1,4 +1,4 @@
-"""What a probe found as tables."""
+"""The tables of a probe: one row for each head, or for each example."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ..maps.source import LayerKey
-from .batch import ExampleFigures, HeadSums
+from ...circuits.weights.layer_keys import LayerKey
+from .batch import ExampleValues, HeadSums
 
-#: Columns of measures in the order in which they stand.
+#: The columns of measures, in order.
 COLUMNS = (
     "entropy",
     "largest",
@@ -28,13 +28,13 @@ def head_table(sums: Mapping[LayerKey, Mapping[str, HeadSums]]) -> pd.DataFrame:
     """Return a row for each head: stack, layer, head, queries, the means of its measures, finite.
 
     Args:
-        sums: by layer and measure; queries has how many there were.
+        sums: The sums by layer and measure; `queries` holds the number of queries.
     """
     parts = []
-    for (stack, layer), found in sums.items():
-        means = {name: found[name].mean().numpy() for name in COLUMNS if name in found}
-        heads = len(found["queries"].total)
-        measured = [found[name].count.numpy() > 0 for name in means]
+    for (stack, layer), by_name in sums.items():
+        means = {name: by_name[name].mean().numpy() for name in COLUMNS if name in by_name}
+        heads = len(by_name["queries"].total)
+        measured = [by_name[name].count.numpy() > 0 for name in means]
         finite = [~seen | np.isfinite(mean) for seen, mean in zip(measured, means.values(), strict=True)]
         parts.append(
             pd.DataFrame(
@@ -42,7 +42,7 @@ def head_table(sums: Mapping[LayerKey, Mapping[str, HeadSums]]) -> pd.DataFrame:
                     "stack": stack,
                     "layer": layer,
                     "head": np.arange(heads),
-                    "queries": found["queries"].total.numpy().astype(int),
+                    "queries": by_name["queries"].total.numpy().astype(int),
                     **means,
                     "finite": np.logical_and.reduce(finite) if finite else np.ones(heads, dtype=bool),
                 }
@@ -54,20 +54,20 @@ def head_table(sums: Mapping[LayerKey, Mapping[str, HeadSums]]) -> pd.DataFrame:
     return table[ordered if stacks else ordered[1:]]
 
 
-def example_table(figures: Sequence[ExampleFigures]) -> pd.DataFrame:
+def example_table(values: Sequence[ExampleValues]) -> pd.DataFrame:
     """Return a row for each example: example, tokens, readout, relevant, chance, rollout, attention."""
     parts = []
-    for found in figures:
-        missing = np.full(len(found.tokens), np.nan)
-        heads = list(found.heads.values())
+    for call in values:
+        missing = np.full(len(call.tokens), np.nan)
+        heads = list(call.heads.values())
         parts.append(
             pd.DataFrame(
                 {
-                    "tokens": found.tokens.numpy(),
-                    "readout": found.readout.numpy(),
-                    "relevant": missing if found.relevant is None else found.relevant.numpy(),
-                    "chance": missing if found.chance is None else found.chance.numpy(),
-                    "rollout": missing if found.rollout is None else found.rollout.numpy(),
+                    "tokens": call.tokens.numpy(),
+                    "readout": call.readout.numpy(),
+                    "relevant": missing if call.relevant is None else call.relevant.numpy(),
+                    "chance": missing if call.chance is None else call.chance.numpy(),
+                    "rollout": missing if call.rollout is None else call.rollout.numpy(),
                     "attention": torch.cat(heads, dim=1).mean(dim=1).numpy() if heads else missing,
                 }
             )
@@ -78,11 +78,11 @@ def example_table(figures: Sequence[ExampleFigures]) -> pd.DataFrame:
     return table
 
 
-def head_rows(figures: Sequence[ExampleFigures]) -> pd.DataFrame:
+def head_rows(values: Sequence[ExampleValues]) -> pd.DataFrame:
     """Return a row for each example and head: example, stack, layer, head, attention on the relevant tokens."""
     parts, seen = [], 0
-    for found in figures:
-        for (stack, layer), attention in found.heads.items():
+    for call in values:
+        for (stack, layer), attention in call.heads.items():
             examples, heads = attention.shape
             parts.append(
                 pd.DataFrame(
@@ -95,7 +95,7 @@ def head_rows(figures: Sequence[ExampleFigures]) -> pd.DataFrame:
                     }
                 )
             )
-        seen += len(found.tokens)
+        seen += len(call.tokens)
     columns = ["example", "stack", "layer", "head", "attention"]
     table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
     table = table.sort_values("example", kind="stable", ignore_index=True)

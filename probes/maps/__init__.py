@@ -1,1 +1,1 @@
-"""The attention maps of live models, taken from hooks as the model runs."""
+"""Watching a live model's attention maps: its forward, the tokens of each call, and the heads that are selected."""

@@ -1,4 +1,4 @@
-"""Watching a model's forward, whoever calls it: the model as a module, run_with_cache, run_with_hooks or generate."""
+"""Watching a model's forward, however it is called: as a module, or by run_with_cache, run_with_hooks or generate."""
 
 import functools
 import inspect
@@ -8,15 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from ...analyses.attention.maps.source import CallHook, OnCall, on_call
+
 
 @dataclass(frozen=True, eq=False)
 class ForwardWatcher:
-    """What is told when a forward begins and how it ends.
+    """The functions that are called when a forward begins and when it ends.
 
     Attributes:
-        begin: takes the arguments by name before the forward runs.
-        end: takes them and what was returned.
-        abandon: hears that a forward ended by an exception or an interrupt, its own or another watcher's.
+        begin: Takes the arguments by name before the forward runs.
+        end: Takes the arguments and what the forward returned.
+        abandon: Called when a forward ends by an exception or an interrupt, be it in the model or in another watcher.
     """
 
     begin: Callable[[dict[str, Any]], None] = lambda _arguments: None
@@ -25,10 +27,14 @@ class ForwardWatcher:
 
 
 def watch_forward(model: nn.Module, watcher: ForwardWatcher) -> Callable[[], None]:
-    """Tell the watcher of every forward of the model, and return what ends it, which does nothing the second time.
+    """Call a watcher at every forward of a model, and return a function that ends this; calling it twice is harmless.
 
-    A hook of torch is passed by where a library calls `model.forward` itself, as TransformerLens does, so the model has
-    a forward of its own for as long as somebody watches; watchers are told in the order in which they came.
+    A hook of torch is bypassed where a library calls `model.forward` itself, as TransformerLens does. The model
+    therefore has a forward of its own as long as it is watched. Watchers are called in the order in which they came.
+
+    Args:
+        model: The model.
+        watcher: What to call.
     """
     own: Any = model.__dict__.get("forward")
     forward: Callable[..., Any] = own if _is_watched(own) else _watched(model)
@@ -49,21 +55,22 @@ def watch_forward(model: nn.Module, watcher: ForwardWatcher) -> Callable[[], Non
     return stop
 
 
-def on_output(
-    module: nn.Module, model: nn.Module, taken: Callable[[tuple[Any, ...], dict[str, Any], Any], None]
-) -> Callable[[], None]:
-    """Hand on what a module of the model is called with and gives, before the model's own forward ends.
+def on_call_within(model: nn.Module) -> OnCall:
+    """Return the way to register a hook on a module so that it runs before the model's own forward ends.
 
-    Returns:
-        What ends it.
+    A forward hook does that for every module inside the model; the model itself is watched.
     """
-    if module is model:
-        return watch_forward(module, ForwardWatcher(end=lambda arguments, output: taken((), arguments, output)))
 
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        taken(args, kwargs, output)
+    def register(module: nn.Module, hook: CallHook) -> Callable[[], None]:
+        if module is not model:
+            return on_call(module, hook)
 
-    return module.register_forward_hook(hook, with_kwargs=True).remove
+        def end(arguments: dict[str, Any], output: Any) -> None:
+            hook((), arguments, output)
+
+        return watch_forward(model, ForwardWatcher(end=end))
+
+    return register
 
 
 def _watched(model: nn.Module) -> Callable[..., Any]:
@@ -73,16 +80,16 @@ def _watched(model: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        told = tuple(watchers)
+        current = tuple(watchers)
         arguments = _by_name(signature, args, kwargs)
         try:
-            for watcher in told:
+            for watcher in current:
                 watcher.begin(arguments)
             output = inner(*args, **kwargs)
-            for watcher in told:
+            for watcher in current:
                 watcher.end(arguments, output)
         except BaseException:
-            for watcher in told:
+            for watcher in current:
                 watcher.abandon()
             raise
         return output
@@ -92,7 +99,7 @@ def _watched(model: nn.Module) -> Callable[..., Any]:
 
 
 def _is_watched(forward: Any) -> bool:
-    """Whether this is a forward made here, and not what somebody wrapped around one, which copies its attributes."""
+    """Return whether this module made the forward; what a user wraps around one has copies of its attributes."""
     return forward is not None and getattr(forward, "itself", None) is forward
 
 
@@ -105,7 +112,7 @@ def _give_back(model: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name; without names where they do not fit, which the model itself will say."""
+    """Return the arguments by name; none if they do not fit, which the model itself will report."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError:

@@ -15,6 +15,7 @@ from ...circuits.live.models import open_live
 from ...circuits.live.parameters import LiveParameters
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.attention_weights import AttentionWeights
+from ...circuits.weights.layer_keys import layer_label
 from ...circuits.weights.source import LayersInMemory
 from ...circuits.weights.trained_factors import trained_circuits, without_product
 
@@ -146,5 +147,5 @@ def _gathered(reasons: dict[Place, str]) -> list[Untested]:
     """The circuits that have a reason in common, together."""
     layers: dict[tuple[str, str], list[str]] = {}
     for (stack, layer, name), reason in reasons.items():
-        layers.setdefault((name, reason), []).append(f"{stack} {layer}".lstrip())
+        layers.setdefault((name, reason), []).append(layer_label(stack, layer))
     return [Untested(name, of_reason, reason) for (name, reason), of_reason in layers.items()]

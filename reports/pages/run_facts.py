@@ -7,6 +7,7 @@ import pandas as pd
 
 from ...analyses.trajectories.store import RunStore
 from ...circuits.algebra.factor_steps import LARGEST_DISAGREEMENT
+from ...circuits.weights.layer_keys import layer_label, layer_name
 from .page import number
 
 #: Rows of each kind.
@@ -110,18 +111,13 @@ def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
         table[table["gradient_disagreement"] > LARGEST_DISAGREEMENT] if "gradient_disagreement" in table else table[:0]
     )
     for stack, layer, circuit in disagreeing[["stack", "layer", "circuit"]].drop_duplicates().itertuples(index=False):
-        name = f"{stack} {layer}".lstrip()
+        name = layer_label(stack, layer)
         if (circuit, name) not in told:
             reasons.setdefault((circuit, _DISAGREEING), []).append(name)
     return [
         f"W_{circuit} of layer{'s' * (len(layers) > 1)} {', '.join(layers)}: {reason}"
         for (circuit, reason), layers in reasons.items()
     ]
-
-
-def layer_name(stack: str, layer: object) -> str:
-    """Return a layer in words."""
-    return f"{stack} layer {layer}".lstrip()
 
 
 def heads_in(rows: pd.DataFrame) -> int:

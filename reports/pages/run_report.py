@@ -10,9 +10,10 @@ import pandas as pd
 
 from ...analyses.trajectories.store import RunStore
 from ...circuits.errors import CallError
+from ...circuits.weights.layer_keys import layer_name
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import number, write_page
-from .run_facts import composition_table, heads_in, layer_name, run_facts
+from .run_facts import composition_table, heads_in, run_facts
 from .run_sections import CIRCUITS, SECTIONS, Figure
 
 #: Most lines of one colour each in a panel; beyond that heads are gathered by layer, or all together.

@@ -58,15 +58,15 @@ def test_an_object_is_told_by_its_class_or_by_what_is_said():
 
     model = Renamed(small("LlamaConfig"))
     assert isinstance(load_model(model, "causal"), TransformersCausalLM)
-    with pytest.raises(CallError, match=r"class: Renamed\); say which kind it is: classifier, causal, masked"):
+    with pytest.raises(CallError, match=r"class: Renamed\); give its kind: classifier, causal, masked"):
         load_model(model)
-    with pytest.raises(CallError, match="give mask_token, the id of it"):
+    with pytest.raises(CallError, match="give the id of that token as mask_token"):
         load_model(MASKED[0].build())
 
 
 def test_a_folder_without_the_weights_of_a_head_is_refused_rather_than_read_with_random_ones(tmp_path):
     transformers.BertModel(small("BertConfig")).save_pretrained(tmp_path)
-    with pytest.raises(CallError, match=r"class: BertModel\); say which kind"):
+    with pytest.raises(CallError, match=r"class: BertModel\); give its kind"):
         load_model(tmp_path)
     with pytest.raises(
         QkovError, match="lacks 2 weights of a classifier model, which would be random, such as classifier"
@@ -96,8 +96,12 @@ def test_a_run_of_a_reproduction_is_read_at_its_last_step(tmp_path):
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("nobody/nothing-of-this-name", QkovError, "nobody/nothing-of-this-name cannot be loaded by transformers: "),
-        (3, CallError, "expected a model of transformers, one with TransformerLens' hooks, or an address, got int"),
+        ("nobody/nothing-of-this-name", QkovError, "transformers cannot load nobody/nothing-of-this-name: "),
+        (
+            3,
+            CallError,
+            "TransformerLens' hooks, a torch.nn.Module with attention, or an address, got int",
+        ),
         (
             SingleLayerAttention(3, 2, Parameterization.CACO),
             CallError,
@@ -119,7 +123,7 @@ def test_files_and_folders_that_hold_no_model_are_refused(tmp_path):
     with pytest.raises(CallError, match=r"a\.txt is a file; expected a folder that transformers saved, a \.gguf file"):
         load_model(tmp_path / "a.txt")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(QkovError, match="cannot be loaded by transformers"):
+    with pytest.raises(QkovError, match="transformers cannot load"):
         load_model(tmp_path)
     (tmp_path / "weights.safetensors").write_bytes(b"no")
     with pytest.raises(QkovError, match=r"weights\.safetensors"):

@@ -54,5 +54,5 @@ def test_models_of_another_kind_are_refused():
         fit_task(task_of(PAIR), CLASSIFIERS[0].adapted(), word_tokeniser())
     with pytest.raises(CallError, match="predicts tokens, and t has classes \\(a, b\\)"):
         fit_task(task_of(Example((1,), label=0), classes=("a", "b")), CAUSAL[0].adapted())
-    with pytest.raises(CallError, match="t is of texts, which take the tokeniser"):
+    with pytest.raises(CallError, match="t has texts, which need the tokenizer"):
         fit_task(task_of(PAIR), CAUSAL[0].adapted())

@@ -1,7 +1,6 @@
 """Models with TransformerLens' hooks as the measures see them: its cached patterns, and the model of transformers."""
 
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from qkov.analyses.attention import predictions
 from qkov.analyses.attention.models.transformer_lens import HookedModel
 from qkov.analyses.attention.models.transformers import TransformersCausalLM
 from qkov.analyses.tasks import Example
-from qkov.circuits import CallError
+from qkov.circuits import CallError, QkovError
 from tokenizers import Tokenizer, models
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge import TransformerBridge
@@ -140,7 +139,7 @@ def test_a_model_of_transformer_lens_own_is_taken_too():
 def test_models_in_both_directions_and_what_is_no_model_are_refused(tmp_path):
     torch.manual_seed(0)
     model = bridge(transformers.BertForMaskedLM(small("BertConfig")), tmp_path)
-    with pytest.raises(CallError, match="sees those behind it, and only causal language models"):
+    with pytest.raises(CallError, match="sees those after it, and only causal language models"):
         HookedModel(model)
     with pytest.raises(
         CallError, match="expected a model with cfg, blocks and hooks as in TransformerLens, got Simple"
@@ -151,6 +150,19 @@ def test_models_in_both_directions_and_what_is_no_model_are_refused(tmp_path):
 def test_sequences_longer_than_the_context_and_hooks_that_do_not_fire_are_refused(hooked, monkeypatch):
     with pytest.raises(CallError, match="takes at most 32 tokens, got 33"):
         hooked.logits(torch.full((1, 33), 9), torch.ones(1, 33, dtype=torch.bool))
-    monkeypatch.setattr(hooked._model, "hooks", lambda **_hooks: nullcontext())
-    with pytest.raises(CallError, match=r"layer 0 of .* gave no attention map: its hook_pattern did not fire"):
+    monkeypatch.setattr(type(hooked._model.blocks[0].attn.hook_pattern), "__call__", lambda _point, value: value)
+    with pytest.raises(QkovError, match=r"one attention map from each of the 2 layers of .* in order, got none"):
         hooked.logits(*batch(), maps=lambda _layer, _given: None)
+    with pytest.raises(CallError, match=r"gives no attention maps \[batch, head, query, key\]"):
+        HookedModel(hooked._model)
+
+
+def test_the_mode_is_as_it_was_after_every_call(hooked):
+    model = hooked._model.train()
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    seen: list[bool] = []
+    hooked.logits(*batch(), maps=lambda _layer, _map: seen.append(model.training))
+    hooked.embed(batch()[0])
+    assert seen == [False, False]
+    assert [module.training for module in model.modules()] == before

@@ -128,14 +128,14 @@ def test_gradients_with_respect_to_maps_are_those_of_what_is_read(tiny):
 
 
 @pytest.mark.parametrize("tiny", [*CAUSAL, *MASKED], ids=lambda tiny: tiny.name)
-def test_logits_at_some_places_are_those_of_the_whole(tiny):
+def test_logits_at_some_positions_are_those_of_the_whole(tiny):
     adapted = tiny.adapted()
     tokens, mask = tokens_and_mask(adapted.pad)
-    places = torch.tensor([[0, 8], [5, 2], [1, 1]])
+    positions = torch.tensor([[0, 8], [5, 2], [1, 1]])
     with torch.no_grad():
         whole = adapted.logits(tokens, mask)
-        found = adapted.logits_at(tokens, mask, places)
-    assert_same(found, torch.stack([whole[row, place] for row, place in enumerate(places)]))
+        found = adapted.logits_at(tokens, mask, positions)
+    assert_same(found, torch.stack([whole[row, at] for row, at in enumerate(positions)]))
 
 
 def test_weights_are_those_of_the_layers(tiny):
@@ -221,7 +221,7 @@ def test_a_masked_language_model_is_read_at_its_mask_token():
     examples = [Example(tokens=(2, 9, MASK, 3), special=special), Example(tokens=(2, MASK, MASK, 3), special=special)]
     batch = Batch.of(examples, adapted.pad)
     assert adapted.reading_positions(batch).tolist() == [2, 2]
-    with pytest.raises(CallError, match="the mask of 2 examples does not"):
+    with pytest.raises(CallError, match="not from the mask of 2 examples"):
         adapted.readout(batch.mask)
     for tokens, count in (((2, 9, 3), 0), ((MASK, 9, MASK), 2)):
         with pytest.raises(CallError, match=f"example odd has {count} mask tokens"):
@@ -259,15 +259,73 @@ def test_half_precision_comes_back_as_float32():
     assert logits.dtype == torch.float32
 
 
-def test_fused_attention_is_changed_to_eager_and_said_when_it_was_changed_back():
+def traces(model: Any) -> list[Any]:
+    """Everything of a model that an instrument might change and that its owner would notice."""
+    modules = list(model.modules())
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    return [
+        [module.training for module in modules],
+        [config._attn_implementation for config in configs.values()],
+        [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
+        [parameter.requires_grad for parameter in model.parameters()],
+    ]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_mode_and_attention_are_as_they_were_after_every_call(attention, training):
+    model = CAUSAL[1].build().train(training)
+    model.model.layers[0].eval()
+    model.model.layers[1].train()
+    model.set_attn_implementation(attention)
+    before = traces(model)
+    adapted = TransformersCausalLM(model)
+    assert traces(model) == before
+    tokens, mask = torch.full((1, 4), 9), torch.ones(1, 4, dtype=torch.bool)
+    seen: list[tuple[bool, str]] = []
+    adapted.logits(
+        tokens, mask, maps=lambda _layer, _map: seen.append((model.training, model.config._attn_implementation))
+    )
+    assert seen == [(False, "eager")] * 2
+    assert traces(model) == before
+    adapted.embed(tokens)
+    adapted.attention_weights()
+    assert traces(model) == before
+
+    def fail(_layer: int, _map: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        adapted.logits(tokens, mask, maps=fail)
+    assert traces(model) == before
+
+
+def test_a_refused_model_is_as_it_was():
+    model = transformers.BertLMHeadModel(small("BertConfig", attn_implementation="sdpa")).train()
+    before = traces(model)
+    with pytest.raises(CallError, match="sees those after it"):
+        TransformersCausalLM(model)
+    assert traces(model) == before
+
+
+def test_dropout_does_not_reach_what_is_measured_in_a_model_that_trains():
+    model = transformers.GPT2LMHeadModel(gpt2()).train()
+    adapted = TransformersCausalLM(model)
+    tokens, mask = torch.full((1, 4), 9), torch.ones(1, 4, dtype=torch.bool)
+    found = adapted.logits(tokens, mask)
+    with torch.no_grad():
+        torch.testing.assert_close(found, model.eval()(tokens).logits)
+
+
+def test_fused_attention_is_set_to_eager_whenever_it_is_needed():
     model = CAUSAL[1].build()
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager")
     adapted = TransformersCausalLM(model)
     model.set_attn_implementation("sdpa")
     tokens, mask = torch.full((1, 4), 9), torch.ones(1, 4, dtype=torch.bool)
-    with pytest.raises(CallError, match=r"layer 0 gave no attention map.*set_attn_implementation\('eager'\)"):
-        adapted.logits(tokens, mask, maps=lambda _layer, _given: None)
-    assert not any(module._forward_hooks for module in model.modules())
+    maps: list[torch.Tensor] = []
+    adapted.logits(tokens, mask, maps=lambda _layer, attention: maps.append(attention))
+    assert [tuple(attention.shape) for attention in maps] == [(1, 4, 4, 4)] * 2
 
 
 def test_fused_attention_that_cannot_be_changed_is_refused():
@@ -298,9 +356,9 @@ def bert(name: str, **changes: Any) -> Any:
                     transformers.XLNetConfig(d_model=48, n_head=4, n_layer=2, d_inner=64, vocab_size=VOCABULARY)
                 )
             ),
-            "gives no attention maps",
+            "layer 0 of XLNetForSequenceClassification gave no attention map; XLNetRelativeAttention is not supported",
         ),
-        (lambda: TransformersCausalLM(bert("BertLMHeadModel")), "sees those behind it"),
+        (lambda: TransformersCausalLM(bert("BertLMHeadModel")), "sees those after it"),
         (lambda: TransformersClassifier(bert("BertForTokenClassification")), r"outputs of shape \[1, 5, 2\]"),
         (lambda: TransformersClassifier(bert("BertForSequenceClassification", num_labels=1)), r"shape \[1, 1\]"),
         (

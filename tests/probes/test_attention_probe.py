@@ -105,7 +105,7 @@ def test_batches_add_up_to_one_and_reset_forgets(model):
     np.testing.assert_allclose(probe.table()[columns], whole.table()[columns], atol=1e-6)
     np.testing.assert_allclose(probe.examples()["rollout"], whole.examples()["rollout"], atol=1e-6)
     probe.reset()
-    with pytest.raises(CallError, match="nothing was measured: call GPT2LMHeadModel inside"):
+    with pytest.raises(CallError, match="nothing was measured; call GPT2LMHeadModel inside"):
         probe.table()
 
 
@@ -253,8 +253,8 @@ def test_queries_that_dropout_left_without_keys_are_left_out():
         ({"relevant": torch.ones(7)}, r"relevant has 7 positions, and the map of layer 0 has 9"),
         ({"relevant": torch.ones(2, 9)}, r"relevant has shape \[2, 9\]; expected \[position\], or \[batch, position\]"),
         ({"relevant": torch.full((9,), 0.5)}, "relevant has values other than 0 and 1"),
-        ({"relevant": [[1, 0], [1]]}, r"relevant should be a tensor or numbers .*, got list \(expected sequence of"),
-        ({"relevant": lambda _tokens: None}, r"relevant should be a tensor or numbers .*, got NoneType"),
+        ({"relevant": [[1, 0], [1]]}, r"relevant should be a tensor, or numbers .*, got list \(expected sequence of"),
+        ({"relevant": lambda _tokens: None}, r"relevant should be a tensor, or numbers .*, got NoneType"),
         ({"mask": torch.ones(8)}, "the mask of the keys has 8 positions"),
         ({"queries": torch.ones(5)}, "queries has 5 positions"),
         ({"readout": torch.tensor([9, 0, 0])}, "one of 9 positions for each of 3 examples"),
@@ -350,7 +350,7 @@ def test_several_probes_and_the_user_s_hooks_go_together_in_any_order(model):
     np.testing.assert_allclose(first.table()["sink"], second.table()["sink"], atol=1e-12)
     handle.remove()
     assert hooks_of(model) == 0
-    with first, pytest.raises(CallError, match="watching already"), first:
+    with first, pytest.raises(CallError, match="already watching"), first:
         pass
 
 

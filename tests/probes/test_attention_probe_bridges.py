@@ -82,7 +82,7 @@ def test_gradients_through_the_bridge_are_the_same_to_the_bit(tmp_path):
 def test_texts_whose_padding_nobody_tells_are_refused(tmp_path):
     model = bridge(CHOSEN[0].build(), tmp_path)
     with (
-        pytest.raises(CallError, match="called with 2 texts, and nothing says where they were padded"),
+        pytest.raises(CallError, match="called with 2 texts, and nothing shows where they were padded"),
         torch.no_grad(),
         AttentionProbe(model),
     ):

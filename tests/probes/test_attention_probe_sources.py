@@ -183,15 +183,15 @@ def test_what_no_hook_reaches_is_refused():
     compiled: Any = torch.compile(model, backend="eager")
     for given, message in [
         (compiled, "the model is compiled"),
-        (nn.DataParallel(model), "put the probe on model.module"),
-        (nn.Linear(2, 2), "Linear has no attention that a probe knows"),
-        ("gpt2", r"expected a torch\.nn\.Module to put the probe on, got str"),
+        (nn.DataParallel(model), "use model.module instead"),
+        (nn.Linear(2, 2), "no attention was found in Linear: expected"),
+        ("gpt2", r"expected a torch\.nn\.Module whose attention can be read, got str"),
     ]:
         with pytest.raises(CallError, match=message):
             AttentionProbe(given)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     tower: Any = transformers.CLIPModel(transformers.CLIPConfig(text_config=sizes, vision_config=sizes))
-    with pytest.raises(CallError, match=r"holds several stacks of attention .*put the probe on one of its parts"):
+    with pytest.raises(CallError, match=r"holds several stacks of attention .*give one of its parts"):
         AttentionProbe(eager(tower))
 
 
@@ -199,7 +199,7 @@ def test_calls_that_are_no_call_of_the_model_are_named():
     model = eager(Tiny("GPT2LMHeadModel", gpt2, "").build())
     with AttentionProbe(model) as probe:
         model.transformer(IDS)
-    with pytest.raises(CallError, match=r"nothing was measured: .*; 2 maps came outside of any call of it"):
+    with pytest.raises(CallError, match=r"nothing was measured; .*; 2 maps came from calls of its parts alone"):
         probe.table()
 
 

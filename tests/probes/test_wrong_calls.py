@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PAIRS = "maps should be 'all' or pairs (layer, head), got "
-NUMBERS = " should be a tensor or numbers as a tensor is made of, got "
+NUMBERS = " should be a tensor, or numbers that torch can make a tensor of, got "
 STEPS = "every should be a number from 1, some steps, or a function of the step, got "
 PARAMS = "a parameter group should have the key 'params', got "
 EXPECTED = {

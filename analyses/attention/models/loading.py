@@ -1,21 +1,25 @@
-"""A model for the measures, from an object, a folder, a file or the hub."""
+"""Models for the measures, from an object, a folder, a file or the hub."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ....circuits.checkpoints.runs import find_checkpoints
 from ....circuits.errors import CallError, QkovError, reason
 from ....circuits.live.hooked_models import has_weight_interface
 from ...dynamics.model import SingleLayerAttention
+from ..maps.search import source_of, unwrapped_model
 from .model import AttentionModel
+from .model_maps import demand_one_stack
 from .single_layer import SingleLayerModel
 from .tokenisers import load_tokeniser
+from .torch_model import TorchModel
 from .transformer_lens import HookedModel
 from .transformers import TransformersCausalLM, TransformersClassifier, TransformersMaskedLM
 
-#: What a model is asked for: classes of a sequence, the next token, or the token behind a mask.
+#: What a model predicts: classes of a sequence, the next token, or the token at a mask.
 Kind = Literal["classifier", "causal", "masked"]
 KINDS: tuple[Kind, ...] = ("classifier", "causal", "masked")
 
@@ -40,19 +44,25 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> AttentionModel:
-    """Return a model as the measures see it.
+    """Return a model as the measures use it.
+
+    A model object is left as it was. It runs in evaluation mode (without dropout) and, if it is a model of
+    transformers, with eager attention, but only during calls; its own mode and attention implementation are restored
+    after each call.
 
     Args:
-        source: a model of transformers or with TransformerLens' hooks; or the address of one: a folder that
-            transformers saved, a GGUF file, a name on the hub; or a checkpoint of `qkov reproduce`, or the folder of
-            one run, whose last checkpoint is taken.
-        kind: of a model of transformers, where its class or its config does not tell.
-        mask_token: id that stands for a removed token, where no tokeniser beside the model tells it.
-        dtype, device: that a model of transformers is loaded with.
+        source: A model of transformers, one with TransformerLens' hooks, or a module that attends by
+            torch.nn.MultiheadAttention, takes token ids and returns logits (see `TorchModel`); or an address: a folder
+            that transformers saved, a GGUF file, a name on the hub, a checkpoint of `qkov reproduce`, or the folder of
+            one of its runs, whose last checkpoint is loaded.
+        kind: "classifier", "causal" or "masked", if neither the class nor the config of the model says which it is.
+        mask_token: The id that stands for a removed token, if there is no tokenizer beside the model that has one.
+        dtype: The type of the weights of a model of transformers that is loaded from an address.
+        device: The device that such a model is loaded to.
 
     Raises:
-        CallError: the source is none of these, or the model is of a kind that has no single row of attention.
-        QkovError: the model cannot be loaded, or its files lack weights that the kind needs.
+        CallError: The source is none of these, or there is no single row of attention behind the model's prediction.
+        QkovError: The model cannot be loaded, or its files lack weights that this kind of model needs.
     """
     if kind is not None and kind not in KINDS:
         raise CallError(f"kind should be one of {', '.join(KINDS)}, got {kind!r}")
@@ -62,12 +72,22 @@ def load_model(
         raise CallError("a SingleLayerAttention needs the vectors of its tokens: SingleLayerModel(model, embedding)")
     if isinstance(source, (str, Path)):
         return _from_address(str(source), kind, mask_token, dtype, device)
+    if isinstance(source, nn.Module):
+        source = unwrapped_model(source)
+    name = type(source).__name__
     if has_weight_interface(source) and hasattr(source, "hooks"):
         return HookedModel(source, mask_token=mask_token)
     if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
-        return _of_kind(source, kind or _kind_of([type(source).__name__], type(source).__name__), None, mask_token)
+        return _of_kind(source, kind or _kind_of([name], name), None, mask_token)
+    if isinstance(source, nn.Module):
+        source_of(source)
+        kind = kind or _kind_of([name], name)
+        if kind == "masked":
+            raise CallError(f"{name} is not a model of transformers; its kind should be classifier or causal")
+        return TorchModel(source, kind, mask_token=mask_token)
     raise CallError(
-        f"expected a model of transformers, one with TransformerLens' hooks, or an address, got {type(source).__name__}"
+        f"expected a model of transformers, one with TransformerLens' hooks, a torch.nn.Module with attention, or an "
+        f"address, got {name}"
     )
 
 
@@ -83,7 +103,9 @@ def _from_address(
             f"qkov reproduce, or a name on the hub"
         )
     if path.is_dir() and not (path / "config.json").is_file():
-        raise CallError(f"{address} has no config.json and no step_*.safetensors; it holds no model that qkov can run")
+        raise CallError(
+            f"{address} has no config.json and no step_*.safetensors, so it does not hold a model that qkov can run"
+        )
     return _from_transformers(address, kind, mask_token, dtype, device)
 
 
@@ -98,23 +120,20 @@ def _from_transformers(
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         if config.is_encoder_decoder:
-            raise CallError(
-                f"{address} has an encoder and a decoder, so that no single row of attention leads from the prediction "
-                f"to the input; give a model with one stack"
-            )
+            demand_one_stack({"encoder", "decoder"}, address)
         chosen = kind or ("causal" if is_gguf else _kind_of(config.architectures or [], address))
-        model, found = getattr(transformers, _CLASSES[chosen]).from_pretrained(
+        model, loading_info = getattr(transformers, _CLASSES[chosen]).from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         if isinstance(error, QkovError):
             raise
-        raise QkovError(f"{address} cannot be loaded by transformers: {reason(error)}") from error
-    missing = sorted(found["missing_keys"])
+        raise QkovError(f"transformers cannot load {address}: {reason(error)}") from error
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise QkovError(
             f"{address} lacks {len(missing)} weights of a {chosen} model, which would be random, such as {missing[0]}; "
-            f"train it for the task first, or ask for another kind ({', '.join(KINDS)})"
+            f"train it for the task first, or choose another kind ({', '.join(KINDS)})"
         )
     if mask_token is None and not is_gguf:
         mask_token = _mask_token(folder)
@@ -124,7 +143,9 @@ def _from_transformers(
 def _of_kind(model: Any, kind: Kind, name: str | None, mask_token: int | None) -> AttentionModel:
     if kind == "masked":
         if mask_token is None:
-            raise CallError("a masked language model is read at its mask token; give mask_token, the id of it")
+            raise CallError(
+                "a masked language model is read at its mask token; give the id of that token as mask_token"
+            )
         return TransformersMaskedLM(model, mask_token=mask_token, name=name)
     if kind == "classifier":
         return TransformersClassifier(model, name=name, mask_token=mask_token)
@@ -137,13 +158,13 @@ def _kind_of(classes: list[str], name: str) -> Kind:
             if class_name.endswith(ending):
                 return kind
     raise CallError(
-        f"{name} does not say that it classifies or predicts tokens (class: {', '.join(classes) or 'not stated'}); "
-        f"say which kind it is: {', '.join(KINDS)}"
+        f"nothing shows whether {name} classifies or predicts tokens (class: {', '.join(classes) or 'not stated'}); "
+        f"give its kind: {', '.join(KINDS)}"
     )
 
 
 def _mask_token(folder: str) -> int | None:
-    """The mask token's id by the tokeniser beside the model, if there is one."""
+    """Return the mask token's id from the tokenizer beside the model, if there is one."""
     try:
         return load_tokeniser(folder).mask_token_id
     except QkovError:

@@ -1,4 +1,4 @@
-"""What the measures ask of a model: logits for tokens and a mask, and on request its attention maps."""
+"""What the measures expect of a model: logits for tokens and a mask, and on request its attention maps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,16 +10,19 @@ from torch import Tensor
 
 from ....circuits.errors import CallError
 from ....circuits.weights.attention_weights import AttentionWeights
+from ....circuits.weights.layer_keys import LayerKey
 from ...tasks.example import Example
 
 
 def length_buckets(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Return batches of indices, from long to short, each of at most `batch_tokens` tokens with its padding.
+    """Return batches of indices from long to short sequences; one sequence longer than the limit is a batch of its own.
 
-    A sequence longer than that is a batch of its own.
+    Args:
+        lengths: The length of each sequence in tokens.
+        batch_tokens: The maximum number of tokens in a batch, padding included.
 
     Raises:
-        CallError: batch_tokens is below 1.
+        CallError: `batch_tokens` is below 1.
     """
     if batch_tokens < 1:
         raise CallError(f"batch_tokens should be at least 1, got {batch_tokens}")
@@ -34,7 +37,8 @@ def length_buckets(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]
     return buckets
 
 
-#: Takes a layer's number and its map [batch, head, query, key], when the layer is done; what it does not keep is gone.
+#: Takes a layer's number and its map [batch, head, query, key] when the layer has run; a map that it does not keep is
+#: freed.
 MapSink = Callable[[int, Float[Tensor, "batch head query key"]], None]
 #: Takes a layer's number and what its queries, keys and values read, [batch, position, d_model], after the norm.
 InputSink = Callable[[int, Float[Tensor, "batch position d_model"]], None]
@@ -45,9 +49,9 @@ class Batch:
     """Examples side by side, padded on the right.
 
     Attributes:
-        tokens: ids, the model's padding where the mask is false.
-        mask: true where there is a token.
-        examples: of which it was made.
+        tokens: Token ids; the model's padding id where the mask is false.
+        mask: True where there is a token.
+        examples: The examples that the batch was made of.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -58,8 +62,12 @@ class Batch:
     def of(cls, examples: Sequence[Example], pad: int) -> "Batch":
         """Put examples side by side.
 
+        Args:
+            examples: The examples, in tokens.
+            pad: The id that fills the rows up.
+
         Raises:
-            CallError: there is none.
+            CallError: There are no examples.
         """
         if not examples:
             raise CallError("a batch needs at least one example")
@@ -73,28 +81,30 @@ class Batch:
 
     @property
     def lengths(self) -> Int[Tensor, " batch"]:
-        """How many tokens each example has."""
+        """The number of tokens of each example."""
         return self.mask.sum(dim=1)
 
 
 class AttentionModel(ABC):
-    """A model as the measures see it. Adapters make one of transformers', TransformerLens' and this project's models.
+    """A model as the measures use it; adapters exist for transformers, TransformerLens, torch and this project.
 
     Attributes:
-        name: for reports.
-        layers: number of attention layers whose maps can be had.
-        heads: of each layer.
-        causal: whether a token sees only those before it.
-        context: the longest sequence that it takes; None without bound.
-        pad: id that fills up a batch; never seen through the mask.
-        residual_stream: whether what a layer reads is carried past its attention, as rollout assumes.
-        own_padding: whether pad is the vocabulary's own padding token; false where some id has to serve.
-        mask_token: id that stands for a removed token; None where the vocabulary has none.
-        classifies: whether its outputs are classes of a sequence, read at one place; else they are next tokens.
+        name: Its name in reports.
+        layers: Number of attention layers whose maps can be read.
+        layer_keys: The stack and the number that each of these layers has in the model.
+        heads: Number of heads of each layer.
+        causal: Whether a token sees only those before it.
+        context: The longest sequence that it takes; None if there is no limit.
+        pad: The id that fills up a batch; the mask hides it.
+        residual_stream: Whether what a layer reads is carried past its attention, as rollout assumes.
+        own_padding: Whether `pad` is the vocabulary's own padding token, and not some other id that serves as padding.
+        mask_token: The id that stands for a removed token; None if the vocabulary has none.
+        classifies: Whether its outputs are classes of a sequence, read at one position; otherwise they are next tokens.
     """
 
     name: str
     layers: int
+    layer_keys: tuple[LayerKey, ...]
     heads: int
     causal: bool
     context: int | None
@@ -114,39 +124,39 @@ class AttentionModel(ABC):
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
-        """Run the model: [batch, class] of a classifier, [batch, position, vocabulary] of a language model.
+        """Run the model: [batch, class] for a classifier, [batch, position, vocabulary] for a language model.
 
         Args:
-            tokens: ids, padded on the right.
-            mask: true where there is a token.
-            maps: called with each layer's attention map, in order; maps carry gradients where gradients are on.
-            inputs: called with what each layer's attention reads.
-            embedded: in place of what the token embedding gives, for gradients with respect to it.
+            tokens: Token ids, padded on the right.
+            mask: True where there is a token.
+            maps: Called with each layer's attention map, in order; maps carry gradients where gradients are on.
+            inputs: Called with what each layer's attention reads.
+            embedded: Used instead of the output of the token embedding, for gradients with respect to it.
 
         Raises:
-            CallError: a sequence is longer than the context, or maps were asked for and the model gives none; the
-                message says how to have them.
+            CallError: A sequence is longer than the context, or maps were asked for and the model gives none; the
+                message says how to get them.
         """
 
     @abstractmethod
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
-        """Return the token embeddings, which `logits` takes as `embedded`; without positions."""
+        """Return the token embeddings, which `logits` takes as `embedded`; positions are not added."""
 
     @abstractmethod
     def readout(self, mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
-        """Return the position at which each example's prediction is read, and so its attention.
+        """Return the position at which the prediction for each example, and so its attention, is read.
 
-        Where the tokens say it, as the mask token does for a masked language model, only `reading_positions` knows.
+        Where the position depends on the tokens, as for a masked language model, only `reading_positions` knows it.
 
         Raises:
-            CallError: the mask alone does not tell.
+            CallError: The mask alone does not determine the position.
         """
 
     def reading_positions(self, batch: Batch) -> Int[Tensor, " batch"]:
-        """Return the position at which each example's prediction is read, for any model.
+        """Return the position at which the prediction for each example is read, for any model.
 
         Raises:
-            CallError: an example has no such place.
+            CallError: An example has no such position.
         """
         return self.readout(batch.mask)
 
@@ -154,33 +164,50 @@ class AttentionModel(ABC):
         self,
         tokens: Int[Tensor, "batch position"],
         mask: Bool[Tensor, "batch position"],
-        places: Int[Tensor, "batch place"],
+        positions: Int[Tensor, "batch asked"],
         *,
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
-    ) -> Float[Tensor, "batch place vocabulary"]:
+    ) -> Float[Tensor, "batch asked vocabulary"]:
         """Return a language model's logits at some positions of each example.
 
-        A model that can should leave out the others: a vocabulary is large.
+        An adapter should leave the other positions out if it can, since a vocabulary is large.
+
+        Args:
+            tokens: As in `logits`.
+            mask: As in `logits`.
+            positions: The positions of each example whose logits are wanted.
+            maps: As in `logits`.
+            inputs: As in `logits`.
+            embedded: As in `logits`.
         """
         logits = self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
-        return logits.gather(1, places.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
+        return logits.gather(1, positions.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
 
     def watch(self, batch: Batch, maps: MapSink, inputs: InputSink | None = None) -> None:
-        """Run the model without gradients, for its maps and, where asked, what its attention reads.
+        """Run the model without gradients, for its maps and, if wanted, what its attention reads.
 
-        Of a language model logits are computed at one place an example where that can be had: a vocabulary is large.
+        A language model computes logits at one position of each example if it can, since a vocabulary is large.
+
+        Args:
+            batch: The examples.
+            maps: Called with each layer's attention map.
+            inputs: Called with what each layer's attention reads.
         """
         with torch.no_grad():
             if self.classifies:
                 self.logits(batch.tokens, batch.mask, maps=maps, inputs=inputs)
             else:
-                places = self.reading_positions(batch)[:, None]
-                self.logits_at(batch.tokens, batch.mask, places, maps=maps, inputs=inputs)
+                positions = self.reading_positions(batch)[:, None]
+                self.logits_at(batch.tokens, batch.mask, positions, maps=maps, inputs=inputs)
 
     def demand_context(self, tokens: Int[Tensor, "batch position"]) -> None:
-        """CallError for sequences longer than the model takes."""
+        """Refuse sequences that are longer than the model takes.
+
+        Raises:
+            CallError: They are.
+        """
         if self.context is not None and tokens.shape[1] > self.context:
             raise CallError(
                 f"{self.name} takes at most {self.context} tokens, got {tokens.shape[1]}; cut the text to its context"
@@ -188,24 +215,29 @@ class AttentionModel(ABC):
 
     @abstractmethod
     def attention_weights(self) -> list[AttentionWeights]:
-        """Return the weights of every layer, raw, for measures that go through W_OV."""
+        """Return the raw weights of every layer, for measures that go through W_OV."""
 
     def log_probabilities(self, batch: Batch, logits: Float[Tensor, "batch *position output"]) -> list[Tensor]:
-        """Return for each example the log-probability of each of its alternatives, given what `logits` returned.
+        """Return the log-probability of each alternative of each example.
 
-        Classes for a classifier; for a language model the example's continuations where all are single tokens, else the
-        whole vocabulary. Continuations of several tokens take more than one run: see `predictions`.
+        The alternatives of a classifier are its classes; those of a language model are the example's continuations if
+        all are single tokens, and otherwise the whole vocabulary. Continuations of several tokens take more than one
+        run: see `predictions`.
+
+        Args:
+            batch: The examples.
+            logits: What `logits` returned for them.
         """
         if self.classifies:
             return list(logits.log_softmax(dim=-1))
         at = logits[torch.arange(len(logits), device=logits.device), self.reading_positions(batch).to(logits.device)]
-        found = []
+        by_example = []
         for example, log_probability in zip(batch.examples, at.log_softmax(dim=-1), strict=True):
             first = [continuation[0] for continuation in example.continuations]
-            found.append(log_probability[first] if first else log_probability)
-        return found
+            by_example.append(log_probability[first] if first else log_probability)
+        return by_example
 
 
 def last_token(mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
-    """Return the last position at which the mask is true."""
+    """Return the last position of each row at which the mask is true."""
     return mask.shape[1] - 1 - mask.flip(1).long().argmax(dim=1)

@@ -25,6 +25,7 @@ class SingleLayerModel(AttentionModel):
     """
 
     layers = 1
+    layer_keys = (("", 0),)
     causal = True
     context = None
     residual_stream = False

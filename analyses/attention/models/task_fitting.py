@@ -1,4 +1,4 @@
-"""A task made ready for a model: in its tokens, within its context, and of the kind that it answers."""
+"""Fitting a task to a model: in the model's tokens, within its context, and of the kind that it can answer."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from .model import AttentionModel
 
 
 def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) -> Task:
-    """Return the task in tokens of the model.
+    """Return the task in the model's tokens.
 
-    Texts are cut to the model's context. A masked language model gets its mask token behind them. Where a language
-    model is given the one right continuation alone and none to compare it with, its first token is to be predicted
-    among the whole vocabulary.
+    Texts are cut to the model's context. For a masked language model, its mask token is added at the end. If a language
+    model is given only the right continuation and none to compare it with, it has to predict the first token of that
+    continuation among the whole vocabulary.
 
     Args:
-        task: of texts or of tokens.
-        model: that is to answer it.
-        tokeniser: of the model; None where the task is in tokens.
+        task: A task of texts or of tokens.
+        model: The model that answers it.
+        tokeniser: The model's tokenizer; not needed if the task is in tokens.
 
     Raises:
-        CallError: the model classifies and the task does not, or the other way round; or there are texts and no
-            tokeniser.
+        CallError: The model classifies and the task does not, or the other way round; or the task has texts and there
+            is no tokenizer.
     """
     asks_for_text = any(example.continuations for example in task.examples)
     if model.classifies and asks_for_text:
         raise CallError(
-            f"{model.name} classifies whole sequences, and {task.name} asks how a text goes on; give a language model"
+            f"{model.name} classifies whole sequences, and {task.name} asks how a text continues; give a language model"
         )
     if task.classes and not model.classifies:
         raise CallError(
@@ -37,7 +37,7 @@ def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) ->
     if not texts:
         return task
     if tokeniser is None:
-        raise CallError(f"{task.name} is of texts, which take the tokeniser of {model.name}: none was given")
+        raise CallError(f"{task.name} has texts, which need the tokenizer of {model.name}; none was given")
     return encode_task(
         task,
         tokeniser,

@@ -1,4 +1,4 @@
-"""The tokeniser that belongs to a model, and how tokens are written for people."""
+"""The tokenizer that belongs to a model, and how token ids are written for people."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,18 +6,18 @@ from typing import Any
 
 from ....circuits.errors import QkovError, reason
 
-#: Writes token ids.
+#: Writes token ids as text.
 Written = Callable[[Sequence[int]], str]
 
 
 def load_tokeniser(address: Path | str) -> Any:
-    """Return the tokeniser beside a model of transformers.
+    """Return the tokenizer beside a model of transformers.
 
     Args:
-        address: a folder, a GGUF file, or a name on the hub.
+        address: A folder, a GGUF file, or a name on the hub.
 
     Raises:
-        QkovError: there is none, or it cannot be loaded.
+        QkovError: There is no tokenizer, or transformers cannot load it.
     """
     import transformers
 
@@ -28,14 +28,14 @@ def load_tokeniser(address: Path | str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(str(path.parent) if is_gguf else str(address), **options)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise QkovError(
-            f"there is no tokeniser at {address} that transformers can load ({reason(error)}); say where it is"
+            f"there is no tokenizer at {address} that transformers can load ({reason(error)}); give its address"
         ) from error
 
 
 def written(tokeniser: Any | None) -> Written:
-    """Return what writes token ids for people: as text by the tokeniser, or as the numbers themselves without one.
+    """Return a function that writes token ids as the tokenizer's text, or as numbers if there is no tokenizer.
 
-    Spaces alone, which nobody would see, are in quotes.
+    Text that consists only of spaces is put in quotes, so that it can be seen.
     """
 
     def write(ids: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
-"""Causal language models with TransformerLens' hooks as the measures see them: HookedTransformer, TransformerBridge."""
+"""Causal language models with TransformerLens' hooks, as the measures use them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,33 +10,31 @@ from torch import Tensor
 from ....circuits.errors import CallError, QkovError
 from ....circuits.live.models import open_model
 from ....circuits.weights.attention_weights import AttentionWeights
+from ..maps.evaluation import evaluation_mode
 from .model import AttentionModel, InputSink, MapSink, last_token
-
-_PATTERN = "blocks.{layer}.attn.hook_pattern"
-#: What the modules call that which their attention reads, from version to version.
-_READ = ("hidden_states", "value_input")
+from .model_maps import TRIAL_LENGTH, ModelMaps
 
 
 class HookedModel(AttentionModel):
-    """A causal language model whose maps are taken at `blocks.{layer}.attn.hook_pattern`, read at its last token.
+    """A causal language model whose maps are read at `blocks.{layer}.attn.hook_pattern`, and which is read at its end.
 
-    Behind a token that the mask hides, as in front of one that was deleted, positions move up: so TransformerLens has
-    it.
+    The model runs in evaluation mode, without dropout, and gets its own mode back after every call. Tokens after a
+    token that the mask hides move up by one position, as if it had been deleted; TransformerLens does it this way.
     """
 
     classifies = False
     causal = True
 
     def __init__(self, model: Any, *, name: str | None = None, mask_token: int | None = None) -> None:
-        """Take a model.
+        """Take a model and run it on one sequence.
 
         Args:
-            model: with `cfg`, `blocks` and `hooks`, as in TransformerLens 3 and 4.
-            name: for reports; the model's name or class if not given.
-            mask_token: id that stands for a removed token.
+            model: A model with `cfg`, `blocks` and `hooks`, as in TransformerLens 3 and 4.
+            name: A name for reports; by default the model's name or class.
+            mask_token: The id that stands for a removed token.
 
         Raises:
-            CallError: it has no such interface, or a token sees those behind it.
+            CallError: The model has no such interface, a token sees those after it, or the model gives no maps.
         """
         if not all(hasattr(model, part) for part in ("cfg", "blocks", "hooks")):
             raise CallError(
@@ -45,10 +44,9 @@ class HookedModel(AttentionModel):
         self.name = name or getattr(cfg, "model_name", None) or type(model).__name__
         if getattr(cfg, "attention_dir", "causal") != "causal":
             raise CallError(
-                f"a token of {self.name} sees those behind it, and only causal language models are read through "
+                f"a token of {self.name} sees those after it, and only causal language models are read through "
                 f"TransformerLens' hooks; give the model of transformers inside it"
             )
-        self.layers, self.heads = len(model.blocks), cfg.n_heads
         unbounded = getattr(cfg, "positional_embedding_type", None) == "alibi"
         self.context = None if unbounded else cfg.n_ctx
         tokenizer = getattr(model, "tokenizer", None)
@@ -56,7 +54,13 @@ class HookedModel(AttentionModel):
         self.own_padding = isinstance(pad, int) and pad < cfg.d_vocab
         self.pad = pad if isinstance(pad, int) and self.own_padding else 0
         self.mask_token = mask_token if mask_token is not None else getattr(tokenizer, "mask_token_id", None)
-        self._model = model.eval()
+        self._model = model
+        tokens = torch.arange(TRIAL_LENGTH)[None] % cfg.d_vocab
+        with evaluation_mode(model):
+            self._maps = ModelMaps.by_trial(
+                model, lambda: self._run(tokens, torch.ones_like(tokens, dtype=torch.bool)), self.name
+            )
+        self.layers, self.heads, self.layer_keys = self._maps.layers, self._maps.heads, self._maps.keys
 
     def logits(
         self,
@@ -67,40 +71,29 @@ class HookedModel(AttentionModel):
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
-        """Run the model; see `AttentionModel`."""
+        """Run the model; see `AttentionModel`. Logits in half precision are returned as float32."""
         self.demand_context(tokens)
-        given: set[int] = set()
-        hooks: list[tuple[str, Any]] = []
-        if embedded is not None:
-            hooks.append(("hook_embed", lambda _value, **_hook: embedded))
-        if maps is not None:
-            hooks += [(_PATTERN.format(layer=layer), _hand_on(layer, maps, given)) for layer in range(self.layers)]
-        handles = []
-        if inputs is not None:
-            handles = [
-                block.attn.register_forward_pre_hook(_hand_on_input(layer, inputs), with_kwargs=True)
-                for layer, block in enumerate(self._model.blocks)
-            ]
-        try:
-            with self._model.hooks(fwd_hooks=hooks):
-                logits = self._model(
-                    tokens.to(self._device), return_type="logits", attention_mask=mask.long().to(self._device)
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
-        missing = set(range(self.layers)) - given
-        if maps is not None and missing:
-            raise CallError(
-                f"layer {min(missing)} of {self.name} gave no attention map: its hook_pattern did not fire; load the "
-                f"model with eager attention"
-            )
+        hooks = [] if embedded is None else [("hook_embed", lambda _value, **_hook: embedded)]
+        reads = maps is not None or inputs is not None
+        with (
+            evaluation_mode(self._model),
+            self._model.hooks(fwd_hooks=hooks),
+            self._maps.handed_on(maps, inputs) if reads else nullcontext(),
+        ):
+            logits = self._run(tokens, mask)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
-        """Return what the hook of the token embedding sees."""
+        """Return what passes the hook of the token embedding.
+
+        Raises:
+            QkovError: The hook did not fire.
+        """
         seen: list[Tensor] = []
-        with self._model.hooks(fwd_hooks=[("hook_embed", lambda value, **_hook: seen.append(value))]):
+        with (
+            evaluation_mode(self._model),
+            self._model.hooks(fwd_hooks=[("hook_embed", lambda value, **_hook: seen.append(value))]),
+        ):
             self._model(tokens.to(self._device), return_type=None, stop_at_layer=0)
         if not seen:
             raise QkovError(f"the hook of the token embedding of {self.name} (hook_embed) did not fire")
@@ -114,21 +107,9 @@ class HookedModel(AttentionModel):
         """Return the weights of every layer, in the basis that the model was loaded in."""
         return list(open_model(self._model).layers())
 
+    def _run(self, tokens: Tensor, mask: Tensor) -> Float[Tensor, "batch position output"]:
+        return self._model(tokens.to(self._device), return_type="logits", attention_mask=mask.long().to(self._device))
+
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
-
-
-def _hand_on(layer: int, maps: MapSink, given: set[int]) -> Any:
-    def hook(value: Tensor, **_hook: Any) -> None:
-        given.add(layer)
-        maps(layer, value)
-
-    return hook
-
-
-def _hand_on_input(layer: int, inputs: InputSink) -> Any:
-    def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs(layer, args[0] if args else next(kwargs[key] for key in _READ if key in kwargs))
-
-    return hook

@@ -1,7 +1,8 @@
-"""Models of transformers as the measures see them: sequence classifiers, causal and masked language models."""
+"""Models of transformers, as the measures use them: sequence classifiers, causal and masked language models."""
 
-import warnings
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,40 +12,38 @@ from torch import Tensor, nn
 from ....circuits.errors import CallError, QkovError
 from ....circuits.live.models import open_model
 from ....circuits.weights.attention_weights import AttentionWeights
-from .attention_hooks import find_attention
+from ..maps.evaluation import eager_attention, evaluation_mode
 from .model import AttentionModel, Batch, InputSink, MapSink, last_token
-
-#: Length of the sequence that a model is tried on.
-_TRIED = 5
+from .model_maps import TRIAL_LENGTH, ModelMaps, demand_one_stack
+from .readout import as_float, queries_read
 
 
 class TransformersModel(AttentionModel):
-    """What the three kinds share. The model is put into evaluation mode and its attention set to eager.
+    """The common part of the three kinds of models of transformers.
 
-    Tokens that the mask hides keep their positions: those behind them do not move up.
+    The model runs in evaluation mode, without dropout, and with eager attention. Both are set for each call alone:
+    between calls the model is in the mode, and has the attention implementation, that its owner gave it.
+
+    Tokens that the mask hides keep their positions; those after them do not move up.
     """
 
     classifies = False
 
     def __init__(self, model: Any, *, name: str | None = None, mask_token: int | None = None) -> None:
-        """Take a model and try it on one sequence, which tells where its attention is and whether it is causal.
+        """Take a model and run it on one sequence, which shows where its attention is and whether it is causal.
 
         Args:
-            model: of transformers, or with its interface.
-            name: for reports; the model's address or class if not given.
-            mask_token: id that stands for a removed token; a config does not tell it, its tokeniser does.
+            model: A model of transformers, or one with its interface.
+            name: A name for reports; by default the model's address or class.
+            mask_token: The id that stands for a removed token, which the tokenizer knows and the config does not.
 
         Raises:
-            CallError: it has an encoder and a decoder, or gives no attention maps.
+            CallError: The model has an encoder and a decoder, or gives no attention maps.
         """
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
         if getattr(model.config, "is_encoder_decoder", False):
-            raise CallError(
-                f"{self.name} has an encoder and a decoder, so its attention maps are of three kinds and no single row "
-                f"of them leads from the prediction to the input; give a model with one stack"
-            )
-        _demand_eager(model, self.name)
-        self._model = model.eval()
+            demand_one_stack({"encoder", "decoder"}, self.name)
+        self._model = model
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         pad = getattr(config, "pad_token_id", None)
@@ -52,14 +51,16 @@ class TransformersModel(AttentionModel):
         self.pad = int(pad) if self.own_padding and pad is not None else 0
         self.mask_token = mask_token
         self.context = _context(model, config)
-        tried = torch.arange(_TRIED, device=self.device)[None] % self._vocabulary
-        seen = torch.ones_like(tried, dtype=torch.bool)
-        self._attention = find_attention(model, lambda options: self._run(tried, seen, None, options), self.name)
-        self.layers, self.heads, self.causal = self._attention.layers, self._attention.heads, self._attention.causal
+        tokens = torch.arange(TRIAL_LENGTH, device=self.device)[None] % self._vocabulary
+        shown = torch.ones_like(tokens, dtype=torch.bool)
+        with self._as_measured():
+            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, None), self.name)
+        self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.causal
+        self.layer_keys = self._maps.keys
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device that the model is on."""
         return self._model.get_input_embeddings().weight.device
 
     def logits(
@@ -71,44 +72,51 @@ class TransformersModel(AttentionModel):
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
-        """Run the model; see `AttentionModel`. Half precision comes back as float32."""
+        """Run the model; see `AttentionModel`. Logits in half precision are returned as float32."""
         self.demand_context(tokens)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
-        if maps is None and inputs is None:
-            return self._run(tokens, mask, embedded, {})
-        with self._attention.hooked(maps, inputs):
-            return self._run(tokens, mask, embedded, self._attention.options if maps else {})
+        reads = maps is not None or inputs is not None
+        with self._as_measured(), self._maps.handed_on(maps, inputs) if reads else nullcontext():
+            return self._run(tokens, mask, embedded)
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
         """Return the token embeddings."""
-        return self._model.get_input_embeddings()(tokens.to(self.device))
+        with self._as_measured():
+            return self._model.get_input_embeddings()(tokens.to(self.device))
 
     def attention_weights(self) -> list[AttentionWeights]:
-        """Return the weights of every layer, raw; a layer that stands for several is repeated.
+        """Return the raw weights of every layer; weights that several layers share are repeated.
 
         Raises:
-            QkovError: the weights cannot be read, or are of another number of layers than the maps.
+            QkovError: The weights cannot be read, or there are more or fewer layers of them than attention maps.
         """
-        found = [weights for weights in open_model(self._model).layers() for _ in range(weights.facts.used_by)]
-        if len(found) != self.layers:
-            raise QkovError(f"{self.name} gives {self.layers} attention maps and has weights for {len(found)} layers")
-        return found
+        by_layer = [weights for weights in open_model(self._model).layers() for _ in range(weights.facts.used_by)]
+        if len(by_layer) != self.layers:
+            raise QkovError(
+                f"{self.name} gives {self.layers} attention maps and has weights for {len(by_layer)} layers"
+            )
+        return by_layer
+
+    @contextmanager
+    def _as_measured(self) -> Iterator[None]:
+        """Run the model without dropout and with maps, and leave it as it was."""
+        with evaluation_mode(self._model), eager_attention(self._model, self.name):
+            yield
 
     @abstractmethod
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
+    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
         """Call the model."""
 
-    def _given(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> dict[str, Tensor]:
+    def _arguments(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> dict[str, Tensor]:
         words = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded.to(self.device)}
         return words | {"attention_mask": mask.long()}
 
 
 class TransformersClassifier(TransformersModel):
-    """A sequence classifier; encoders are read where a trial shows, decoders at their last token.
+    """A sequence classifier: an encoder is read where a trial run shows, a decoder at its last token.
 
-    A decoder's last token is told by the mask, not by comparing ids with the padding's, which another token may share.
+    The mask shows which token is a decoder's last. Comparing ids with that of the padding would not do, since another
+    token may have the same id.
     """
 
     classifies = True
@@ -117,7 +125,7 @@ class TransformersClassifier(TransformersModel):
         """Take a model; see `TransformersModel`.
 
         Raises:
-            CallError: as there, or its outputs are not classes of the sequence.
+            CallError: As there, or the model's outputs are not classes of the sequence.
         """
         super().__init__(model, name=name, mask_token=mask_token)
         if getattr(model.config, "problem_type", None) == "multi_label_classification":
@@ -127,7 +135,7 @@ class TransformersClassifier(TransformersModel):
         self._first = not self.causal and self._reads_first()
 
     def readout(self, mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
-        """Return the position at which each example's prediction is read."""
+        """Return the position at which the prediction for each example is read."""
         if self.causal:
             return last_token(mask)
         if not self._first:
@@ -137,16 +145,14 @@ class TransformersClassifier(TransformersModel):
             )
         return torch.zeros(len(mask), dtype=torch.long)
 
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
-        given = self._given(tokens, mask, embedded)
+    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
+        arguments = self._arguments(tokens, mask, embedded)
         head = getattr(self._model, "score", None)
         if head is None:
-            logits = _as_float(self._model(**given, **options).logits)
+            logits = as_float(self._model(**arguments).logits)
         else:
-            hidden = self._model.base_model(**given, **options, use_cache=False).last_hidden_state
-            logits = _as_float(head(hidden[torch.arange(len(mask), device=mask.device), last_token(mask)]))
+            hidden = self._model.base_model(**arguments, use_cache=False).last_hidden_state
+            logits = as_float(head(hidden[torch.arange(len(mask), device=mask.device), last_token(mask)]))
         if logits.ndim != 2 or logits.shape[1] < 2:
             raise CallError(
                 f"{self.name} gives outputs of shape {list(logits.shape)}; expected [batch, class], two or more classes"
@@ -154,18 +160,8 @@ class TransformersClassifier(TransformersModel):
         return logits
 
     def _reads_first(self) -> bool:
-        """Whether of the last map only the first query's row moves the outputs."""
-        tried = torch.arange(_TRIED)[None] % self._vocabulary
-        last: list[Tensor] = []
-
-        def keep(_layer: int, given: Tensor) -> None:
-            last[:] = [given]
-
-        with torch.enable_grad():
-            embedded = self.embed(tried).detach().requires_grad_()
-            logits = self.logits(tried, torch.ones_like(tried, dtype=torch.bool), maps=keep, embedded=embedded)
-            (gradient,) = torch.autograd.grad(logits[0, 0], last)
-        return gradient.abs().sum(dim=(0, 1, 3)).nonzero().flatten().tolist() == [0]
+        """Return whether the first query's row is the only one of the last map that the outputs depend on."""
+        return queries_read(self, torch.arange(TRIAL_LENGTH)[None] % self._vocabulary) == [0]
 
 
 class _LanguageModel(TransformersModel):
@@ -173,23 +169,23 @@ class _LanguageModel(TransformersModel):
         self,
         tokens: Int[Tensor, "batch position"],
         mask: Bool[Tensor, "batch position"],
-        places: Int[Tensor, "batch place"],
+        positions: Int[Tensor, "batch asked"],
         *,
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
-    ) -> Float[Tensor, "batch place vocabulary"]:
-        """Return the logits at some positions; the others never reach the matrix that leads to the vocabulary."""
+    ) -> Float[Tensor, "batch asked vocabulary"]:
+        """Return the logits at some positions; the other positions never reach the unembedding."""
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Module):
-            return super().logits_at(tokens, mask, places, maps=maps, inputs=inputs, embedded=embedded)
+            return super().logits_at(tokens, mask, positions, maps=maps, inputs=inputs, embedded=embedded)
 
-        def keep_places(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def keep_positions(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             hidden, *others = args
-            at = places.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
+            at = positions.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1])
             return hidden.gather(1, at), *others
 
-        handle = unembedding.register_forward_pre_hook(keep_places)
+        handle = unembedding.register_forward_pre_hook(keep_positions)
         try:
             return self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
         finally:
@@ -203,12 +199,12 @@ class TransformersCausalLM(_LanguageModel):
         """Take a model; see `TransformersModel`.
 
         Raises:
-            CallError: as there, or a token sees those behind it.
+            CallError: As there, or a token sees those after it.
         """
         super().__init__(model, name=name, mask_token=mask_token)
         if not self.causal:
             raise CallError(
-                f"a token of {self.name} sees those behind it, so it does not predict the next one; load it as a "
+                f"a token of {self.name} sees those after it, so it does not predict the next one; load it as a "
                 f"masked language model, or set is_decoder in its config"
             )
 
@@ -216,10 +212,8 @@ class TransformersCausalLM(_LanguageModel):
         """Return the last token of each example."""
         return last_token(mask)
 
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
-        return _as_float(self._model(**self._given(tokens, mask, embedded), **options, use_cache=False).logits)
+    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**self._arguments(tokens, mask, embedded), use_cache=False).logits)
 
 
 class TransformersMaskedLM(_LanguageModel):
@@ -230,58 +224,41 @@ class TransformersMaskedLM(_LanguageModel):
         super().__init__(model, name=name, mask_token=mask_token)
 
     def readout(self, mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
-        """Refuse: the mask does not say where the mask token is."""
+        """Refuse, since the mask does not say where the mask token is.
+
+        Raises:
+            CallError: Always.
+        """
         raise CallError(
-            f"{self.name} is read at its mask token, which the tokens tell and the mask of {len(mask)} examples does "
-            f"not: ask reading_positions(batch)"
+            f"{self.name} is read at its mask token, whose position follows from the tokens and not from the mask of "
+            f"{len(mask)} examples; call reading_positions(batch)"
         )
 
     def reading_positions(self, batch: Batch) -> Int[Tensor, " batch"]:
-        """Return where each example's mask token is: the special one, where removed tokens were masked too.
+        """Return the position of each example's mask token: the special one, where removed tokens were masked too.
 
         Raises:
-            CallError: an example has none, or several and not one of them special.
+            CallError: An example has no mask token, or several of which not exactly one is special.
         """
-        places = []
+        positions = []
         for number, example in enumerate(batch.examples):
-            masked = [place for place, token in enumerate(example.tokens) if token == self.mask_token]
-            special = [place for place in masked if example.is_special[place]]
-            found = special or masked
-            if len(found) != 1:
+            masked = [position for position, token in enumerate(example.tokens) if token == self.mask_token]
+            special = [position for position in masked if example.is_special[position]]
+            candidates = special or masked
+            if len(candidates) != 1:
                 raise CallError(
-                    f"example {example.id or number} has {len(found)} mask tokens (id {self.mask_token}); {self.name} "
-                    f"is read at one, which is marked special where there are others"
+                    f"example {example.id or number} has {len(candidates)} mask tokens (id {self.mask_token}); "
+                    f"{self.name} is read at one, which has to be marked special if there are others"
                 )
-            places.append(found[0])
-        return torch.tensor(places)
+            positions.append(candidates[0])
+        return torch.tensor(positions)
 
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
-        return _as_float(self._model(**self._given(tokens, mask, embedded), **options).logits)
-
-
-def _demand_eager(model: Any, name: str) -> None:
-    """Set the attention to eager; some models cannot be changed once they are made."""
-    kind = getattr(model.config, "_attn_implementation", None)
-    if kind not in (None, "eager") and hasattr(model, "set_attn_implementation"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.set_attn_implementation("eager")
-        kind = model.config._attn_implementation
-    if kind not in (None, "eager"):
-        raise CallError(
-            f"the attention of {name} is {kind} and cannot be changed, and fused attention gives no maps; load the "
-            f"model again with attn_implementation='eager'"
-        )
-
-
-def _as_float(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**self._arguments(tokens, mask, embedded)).logits)
 
 
 def _context(model: nn.Module, config: Any) -> int | None:
-    """The longest sequence; RoBERTa and its kin keep the first rows of their table for padding."""
+    """Return the longest sequence; RoBERTa and similar models reserve the first rows of their table for padding."""
     longest = next((getattr(config, key) for key in _CONTEXT_KEYS if getattr(config, key, None)), None)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:

@@ -1,0 +1,117 @@
+"""The interface of every source of attention maps: the layers of a live model, and a hook for each of them.
+
+A source is made for one model and serves two readers. A probe watches calls that the user makes: it sees each map, and
+what the model computes and returns stays the same to the bit. A measure makes the call itself and consumes the maps:
+gradients reach them, and each is freed as soon as it has been read, so that the maps of all layers are never held.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from ....circuits.weights.layer_keys import LayerKey
+from ...dynamics.sequences import Sequences
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMap:
+    """The attention map of one layer, as the model computed it.
+
+    Attributes:
+        key: The layer.
+        attention: Its map; rows need not sum to 1.
+        is_self: Whether queries and keys are the same sequence; the queries are then its last positions.
+        real_keys: True where a key is a token, if the layer itself was called with a mask.
+    """
+
+    key: LayerKey
+    attention: Float[Tensor, "batch head query key"]
+    is_self: bool = True
+    real_keys: Bool[Tensor, "batch key"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRows:
+    """The attention of a layer that has one query for each sequence and no positions.
+
+    Attributes:
+        key: The layer.
+        attention: The attention on each entry of the vocabulary.
+        sequences: How often each entry occurs in each sequence, and which entries are relevant.
+    """
+
+    key: LayerKey
+    attention: Float[Tensor, "head sequence entry"]
+    sequences: Sequences
+
+
+#: Takes the map of each layer, or its rows, as soon as the layer has run.
+Receiver = Callable[[LayerMap | LayerRows], None]
+#: Takes a layer and what its queries, keys and values read, after the norm.
+InputReceiver = Callable[[LayerKey, Float[Tensor, "batch position d_model"]], None]
+#: Takes the arguments and the output of a module's call; what it returns, unless that is None, replaces the output.
+CallHook = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+#: Registers a hook on a module's calls, and returns what removes it.
+OnCall = Callable[[nn.Module, CallHook], Callable[[], None]]
+
+
+def on_call(module: nn.Module, hook: CallHook) -> Callable[[], None]:
+    """Register a forward hook of torch, and return what removes it."""
+
+    def forward_hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return hook(args, kwargs, output)
+
+    return module.register_forward_hook(forward_hook, with_kwargs=True).remove
+
+
+class MapSource(ABC):
+    """The layers of a model whose attention maps can be read while the model runs.
+
+    Attributes:
+        name: The model's class, for messages.
+        keys: The layers of attention, stack by stack.
+        masks_in_call: Whether the arguments of the model's call say which positions are tokens; otherwise the layers
+            themselves are told.
+        has_maps: Whether the layers have maps over positions; otherwise each has one row for a sequence.
+    """
+
+    masks_in_call: ClassVar[bool] = True
+    has_maps: ClassVar[bool] = True
+    name: str
+    keys: tuple[LayerKey, ...]
+
+    @abstractmethod
+    def attach(
+        self,
+        receive: Receiver,
+        *,
+        inputs: InputReceiver | None = None,
+        consume: bool = False,
+        on_call: OnCall = on_call,
+    ) -> Iterator[Callable[[], None]]:
+        """Register the hooks one by one, and yield what removes each of them.
+
+        Args:
+            receive: Called with each layer's map as soon as the layer has run.
+            inputs: Called with what each layer reads, before `receive` is called with the layer's map.
+            consume: Whether the caller is the only one who reads the maps. Each map is then the tensor that the model
+                computes with, so that gradients reach it, and it is taken out of what the module returns, so that
+                nothing else keeps it. Otherwise what the modules compute and return is left as it is.
+            on_call: Registers a hook on a module; a probe has a way of its own for the model itself.
+        """
+
+    def demand_maps(self) -> None:  # noqa: B027 (most sources always have maps)
+        """Refuse a model that gives no maps as it is set now.
+
+        Raises:
+            CallError: The attention is fused; the message says how to change that.
+        """
+
+    def during(self) -> AbstractContextManager[None]:
+        """Prepare for a call of the model, and return the context in which the model has to run."""
+        return nullcontext()

@@ -1,0 +1,83 @@
+"""Attention maps of models with TransformerLens' hook points: HookedTransformer, HookedEncoder, TransformerBridge."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....circuits.weights.layer_keys import LayerKey
+from .source import CallHook, InputReceiver, LayerMap, MapSource, OnCall, Receiver, on_call
+
+#: Where the blocks and their attention are: the stack, names of the list of blocks, names of the attention in a block.
+_STACKS = (
+    ("", ("blocks",), ("attn",)),
+    ("encoder", ("encoder_blocks", "encoder"), ("attn", "self_attn")),
+    ("decoder", ("decoder_blocks", "decoder"), ("attn", "self_attn")),
+    ("decoder cross", ("decoder_blocks", "decoder"), ("cross_attn",)),
+)
+#: The names that attention modules of different versions give to what they read.
+_INPUT_NAMES = ("hidden_states", "value_input")
+
+
+@dataclass(frozen=True, eq=False)
+class _HookedAttention:
+    """The attention module of a layer, and the hook point that its map passes."""
+
+    module: nn.Module
+    point: nn.Module
+
+
+class HookedMaps(MapSource):
+    """Maps at the hook points `blocks.{layer}.attn.hook_pattern`, which are modules of torch.
+
+    The hooks are hooks of torch and not of TransformerLens, so that `reset_hooks` does not remove them.
+    """
+
+    def __init__(self, attentions: dict[LayerKey, _HookedAttention], name: str) -> None:
+        """Take the attention of each layer and the name of the model."""
+        self.name, self.keys, self._attentions = name, tuple(attentions), attentions
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "HookedMaps | None":
+        """Find the hook points of a model; return None if it has none."""
+        found: dict[LayerKey, _HookedAttention] = {}
+        for stack, lists, names in _STACKS:
+            blocks: Any = next((getattr(model, name) for name in lists if hasattr(model, name)), None)
+            if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+                continue
+            for layer, block in enumerate(blocks):
+                attention: Any = next((getattr(block, name) for name in names if hasattr(block, name)), None)
+                point = getattr(attention, "hook_pattern", None)
+                if isinstance(point, nn.Module):
+                    found[stack, layer] = _HookedAttention(attention, point)
+        return cls(found, type(model).__name__) if found else None
+
+    def attach(
+        self,
+        receive: Receiver,
+        *,
+        inputs: InputReceiver | None = None,
+        consume: bool = False,
+        on_call: OnCall = on_call,
+    ) -> Iterator[Callable[[], None]]:
+        """Register a hook of torch on every hook point; the map that passes it is what the layer attends with."""
+        del consume  # Blocks return no maps, and gradients reach what passes a hook point.
+        for key, attention in self._attentions.items():
+            if inputs is not None:
+                yield attention.module.register_forward_pre_hook(_input_hook(key, inputs), with_kwargs=True).remove
+            yield on_call(attention.point, _map_hook(key, receive))
+
+
+def _map_hook(key: LayerKey, receive: Receiver) -> CallHook:
+    def hook(_args: tuple[Any, ...], _kwargs: dict[str, Any], attention: Tensor) -> None:
+        receive(LayerMap(key, attention, is_self="cross" not in key[0]))
+
+    return hook
+
+
+def _input_hook(key: LayerKey, inputs: InputReceiver) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs(key, args[0] if args else next(kwargs[name] for name in _INPUT_NAMES if name in kwargs))
+
+    return hook

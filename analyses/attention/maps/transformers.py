@@ -1,0 +1,255 @@
+"""Attention maps of models of transformers, from the modules that the models themselves name as giving them."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ....circuits.errors import CallError
+from ....circuits.weights.layer_keys import LayerKey, layer_name
+from .numbering import layer_numbers
+from .source import CallHook, InputReceiver, LayerMap, MapSource, OnCall, Receiver, on_call
+
+#: What to do where there are no maps.
+REMEDY = (
+    "fused attention (sdpa, flash, flex) gives none: load the model with attn_implementation='eager', or call "
+    "model.set_attn_implementation('eager')"
+)
+#: Rows of softmax weights in float16 sum to 1 within this tolerance; scores do not by chance.
+ROUNDING = 1e-2
+
+
+@dataclass(frozen=True, eq=False)
+class _MapModule:
+    """A module that returns attention maps.
+
+    Attributes:
+        path: Where it is in the model.
+        module: The module.
+        owner: The model that it is part of, whose config describes it.
+        index: The position of the map in the module's output.
+        cross: Whether keys and values come from another sequence.
+        ask: Whether the module returns its map only when it is called with output_attentions.
+    """
+
+    path: str
+    module: nn.Module
+    owner: nn.Module
+    index: int
+    cross: bool
+    ask: bool
+
+    @property
+    def implementation(self) -> str | None:
+        """The attention implementation that is set; None if there is no choice."""
+        # A part of a composed model may still use the config that it was built with.
+        config = getattr(self.module, "config", None) or getattr(self.owner, "config", None)
+        return getattr(config, "_attn_implementation", None)
+
+
+class TransformersMaps(MapSource):
+    """Maps that attention modules return beside their output.
+
+    Most classes of transformers state which of their modules give attention, and in which position of the output. In
+    the other classes the maps come from the innermost modules that can be called with output_attentions; only those
+    calls are changed, so that what the model returns stays as it was.
+    """
+
+    def __init__(self, model: nn.Module, modules: list[_MapModule]) -> None:
+        """Sort the modules that give maps into stacks and layers.
+
+        Args:
+            model: The model.
+            modules: The modules in the order of the layers.
+
+        Raises:
+            CallError: The model consists of several models, such as a text and an image tower.
+        """
+        self.name = type(model).__name__
+        self._modules = modules
+        self._stacks = _stacks(modules, self.name)
+        self.keys = tuple((stack, layer) for stack, members in self._stacks.items() for layer in _layers(members))
+        self._calls: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TransformersMaps | None":
+        """Find the modules that give maps; return None if the model has no module of transformers that does."""
+        modules = list(_recorded(model)) or list(_asked(model))
+        return cls(model, modules) if modules else None
+
+    def demand_maps(self) -> None:
+        """Refuse a model with fused attention."""
+        for module in self._modules:
+            kind = module.implementation
+            if kind not in (None, "eager"):
+                raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {REMEDY}")
+
+    def during(self) -> AbstractContextManager[None]:
+        """Count the calls of shared modules from the first layer."""
+        self._calls = {}
+        return nullcontext()
+
+    def attach(
+        self,
+        receive: Receiver,
+        *,
+        inputs: InputReceiver | None = None,
+        consume: bool = False,
+        on_call: OnCall = on_call,
+    ) -> Iterator[Callable[[], None]]:
+        """Register a hook on every module that gives maps."""
+        for stack, modules in self._stacks.items():
+            layers = _layers(modules)
+            numbers = layers if len(layers) == len(modules) else [None] * len(modules)
+            for number, module in zip(numbers, modules, strict=True):
+                if module.ask:
+                    hook = _asks_for_maps(module.module)
+                    yield module.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+                yield on_call(module.module, self._hook(stack, number, module, receive, inputs, consume))
+
+    def _hook(
+        self,
+        stack: str,
+        number: int | None,
+        module: _MapModule,
+        receive: Receiver,
+        inputs: InputReceiver | None,
+        consume: bool,
+    ) -> CallHook:
+        def hook(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            # Where layers share a module, only the order of its calls tells them apart.
+            layer = self._calls.get(stack, 0) if number is None else number
+            self._calls[stack] = self._calls.get(stack, 0) + 1
+            key = (stack, layer)
+            if inputs is not None:
+                inputs(key, args[0] if args else kwargs["hidden_states"])
+            attention = output[module.index] if isinstance(output, tuple) and len(output) > module.index else None
+            if not isinstance(attention, Tensor):
+                fused = not module.ask or module.implementation not in (None, "eager")
+                remedy = REMEDY if fused else f"{type(module.module).__name__} is not supported"
+                raise CallError(f"{layer_name(*key)} of {self.name} gave no attention map; {remedy}")
+            if module.ask:
+                _demand_weights(attention, key, module, self.name)
+            receive(LayerMap(key, attention, is_self=not module.cross))
+            if not consume:
+                return None
+            # The blocks around the module would keep the map until the next layer, or until the end.
+            return (*output[: module.index], None, *output[module.index + 1 :])
+
+        return hook
+
+
+def _recorded(model: nn.Module) -> Iterator[_MapModule]:
+    """Yield the modules whose attention transformers itself records, each with the model that it is part of."""
+    owners: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "_can_record_outputs") and hasattr(module, "config"):
+            owners[path] = module
+        owner = next((owners[at] for at in reversed(list(_parents(path))) if at in owners), None)
+        recorded = (getattr(owner, "_can_record_outputs", None) or {}).items()
+        for key, recorders in recorded:
+            if not key.endswith("attentions"):
+                continue
+            for recorder in recorders if isinstance(recorders, list) else [recorders]:
+                if _matches(recorder, path, module):
+                    index = getattr(recorder, "index", 1)
+                    yield _MapModule(path, module, owner or model, index, "cross" in key, ask=False)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield the paths from the model itself down to the module."""
+    yield ""
+    parts = path.split(".") if path else []
+    for length in range(len(parts)):
+        yield ".".join(parts[: length + 1])
+
+
+def _matches(recorder: Any, path: str, module: nn.Module) -> bool:
+    """Return whether a recorder, which is a class, a name or a description of both, means this module."""
+    target = recorder if isinstance(recorder, type) else getattr(recorder, "target_class", None)
+    ending = recorder if isinstance(recorder, str) else getattr(recorder, "class_name", None)
+    if not (target is not None and isinstance(module, target)) and not (ending is not None and path.endswith(ending)):
+        return False
+    name = getattr(recorder, "layer_name", None)
+    return name is None or f".{name.strip('.')}." in f".{path}."
+
+
+def _asked(model: nn.Module) -> Iterator[_MapModule]:
+    """Yield the innermost modules of a model of transformers whose forward takes output_attentions."""
+    owners = {path: module for path, module in model.named_modules() if hasattr(module, "set_attn_implementation")}
+    can = {path for path, module in model.named_modules() if "output_attentions" in _parameters(module)}
+    for path, module in model.named_modules():
+        owner = next((owners[at] for at in reversed(list(_parents(path))) if at in owners), None)
+        inside = any(other != path and other.startswith(f"{path}." if path else "") for other in can)
+        if path in can and owner is not None and not inside:
+            cross = any(part in path.lower() for part in ("cross", "encoder_attn", "encdec"))
+            yield _MapModule(path, module, owner, 1, cross, ask=True)
+
+
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(module.forward).parameters)
+
+
+def _asks_for_maps(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    signature = inspect.signature(module.forward)
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["output_attentions"] = True
+        return bound.args, bound.kwargs
+
+    return hook
+
+
+def _demand_weights(attention: Tensor, key: LayerKey, module: _MapModule, name: str) -> None:
+    """Raise CallError if the tensor in the position of a map is not a map."""
+    shape, layer = list(attention.shape), layer_name(*key)
+    heads = getattr(getattr(module.owner, "config", None), "num_attention_heads", None)
+    fits = attention.ndim == 4 and heads in (None, attention.shape[1]) and attention.shape[2] <= attention.shape[3]
+    if not fits or bool((attention < 0).any()):
+        raise CallError(
+            f"{type(module.module).__name__} of {layer} of {name} gives {shape}, not attention weights [batch, head, "
+            f"query, key], in the position of its attention map; this architecture is not supported"
+        )
+    # Dropout scales the remaining weights up, so that rows may sum to more than 1.
+    if not module.module.training and bool((attention.sum(dim=-1) > 1 + ROUNDING).any()):
+        raise CallError(f"the maps of {layer} of {name} have rows that sum to more than 1; expected softmax rows")
+
+
+def _stacks(modules: list[_MapModule], name: str) -> dict[str, list[_MapModule]]:
+    """Return the modules by stack: one of self-attention, or an encoder and a decoder, and cross-attention."""
+    sides: dict[str, str] = {}
+    for module in modules:
+        prefix = _before_number(module.path)
+        parts = prefix.split(".")
+        sides[prefix] = next((part for part in parts if part in ("encoder", "decoder")), "")
+    if len(sides) == 1:
+        sides = dict.fromkeys(sides, "")
+    elif sorted(sides.values()) != ["decoder", "encoder"]:
+        raise CallError(
+            f"{name} holds several stacks of attention ({', '.join(sides)}) that are not one encoder and one decoder; "
+            f"give one of its parts"
+        )
+    stacks: dict[str, list[_MapModule]] = {}
+    for module in modules:
+        side = sides[_before_number(module.path)]
+        stack = f"{side} cross".strip() if module.cross else side
+        stacks.setdefault(stack, []).append(module)
+    return stacks
+
+
+def _before_number(path: str) -> str:
+    parts = path.split(".")
+    return ".".join(parts[: next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))])
+
+
+def _layers(modules: list[_MapModule]) -> list[int]:
+    """Return the numbers of a stack's layers; one module may serve several layers."""
+    config: Any = getattr(modules[0].owner, "config", None)
+    stated = getattr(config, "num_hidden_layers", None)
+    # ALBERT keeps its groups of shared layers in a list of their own.
+    shares = isinstance(getattr(config, "num_hidden_groups", None), int)
+    return list(range(stated)) if shares and stated is not None else layer_numbers([module.path for module in modules])
