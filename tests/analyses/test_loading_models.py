@@ -132,5 +132,5 @@ def test_files_and_folders_that_hold_no_model_are_refused(tmp_path):
 
 def test_folded_weights_saved_by_others_are_no_checkpoint_of_ours(tmp_path):
     MASKED[0].build().save_pretrained(tmp_path)
-    with pytest.raises(QkovError, match=r"is no checkpoint that qkov saved; expected one of qkov reproduce"):
+    with pytest.raises(QkovError, match=r"is not a checkpoint that qkov saved; expected one of qkov reproduce"):
         load_model(tmp_path / "model.safetensors")

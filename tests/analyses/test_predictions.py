@@ -144,7 +144,7 @@ def test_continuations_of_several_tokens_are_not_asked_of_one_mask():
 
 
 def test_hidden_positions_belong_to_the_examples_and_leave_something():
-    with pytest.raises(CallError, match="expected the hidden positions of 1 examples, got those of 2"):
+    with pytest.raises(CallError, match="expected hidden positions for 1 examples, got them for 2"):
         predictions(causal(), [Example(tokens=(9,))], hidden=[(), ()])
     with pytest.raises(CallError, match="all tokens of example 0 are hidden"):
         predictions(causal(), [Example(tokens=(9, 10))], hidden=[(0, 1)])

@@ -126,14 +126,14 @@ def test_ids_widths_and_runs_that_do_not_fit_are_refused():
     adapted = SingleLayerModel(model, torch.eye(50, dtype=torch.float64), name="a model")
     with pytest.raises(CallError, match="a model has tokens 0 to 49, got ids from 3 to 50"):
         adapted.logits(torch.tensor([[3, 50]]), torch.tensor([[True, True]]))
-    with pytest.raises(CallError, match="the model is 50 wide, and the vectors of its tokens are 20"):
+    with pytest.raises(CallError, match="the model has width 50, and the vectors of its tokens have width 20"):
         SingleLayerModel(model, torch.eye(20, dtype=torch.float64))
-    with pytest.raises(CallError, match="the model has runs 0 to 0; got run 1"):
+    with pytest.raises(CallError, match="the model has runs 0 to 0, got run 1"):
         SingleLayerModel(model, torch.eye(50, dtype=torch.float64), run=1)
 
 
 def test_checkpoints_without_a_population_are_refused(tmp_path):
     weights = AttentionWeights(0, W_QK=torch.zeros(1, 3, 3), W_OV=torch.zeros(1, 2, 3))
     path = save_checkpoint(tmp_path, 0, [weights], {}, {"seed": 1})
-    with pytest.raises(QkovError, match=r"step_000000000\.safetensors does not say of which population"):
+    with pytest.raises(QkovError, match=r"step_000000000\.safetensors does not state the population"):
         SingleLayerModel.open(path)

@@ -50,7 +50,7 @@ def test_long_texts_are_cut_to_the_context():
 
 
 def test_models_of_another_kind_are_refused():
-    with pytest.raises(CallError, match="classifies whole sequences, and t asks how a text goes on"):
+    with pytest.raises(CallError, match="classifies whole sequences, and t asks how a text continues"):
         fit_task(task_of(PAIR), CLASSIFIERS[0].adapted(), word_tokeniser())
     with pytest.raises(CallError, match="predicts tokens, and t has classes \\(a, b\\)"):
         fit_task(task_of(Example((1,), label=0), classes=("a", "b")), CAUSAL[0].adapted())

@@ -1,1 +1,1 @@
-"""Models whose attention can be observed, and what they predict."""
+"""Models whose attention can be read, their predictions, and tasks fitted to them."""

@@ -1,4 +1,4 @@
-"""The alternatives that a model chooses among, classes or continuations: which is meant, and how probable it is."""
+"""The alternatives that a model chooses among, which are classes or continuations: labels and probabilities."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +14,16 @@ from ...tasks.example import Example, Task
 from .model import AttentionModel
 from .predictions import each_prediction
 
-#: Whose probability is explained: of the alternative that the model finds most probable, or of the example's label.
+#: The alternative whose probability is explained: the one that the model finds most probable, or the label.
 Target = Literal["predicted", "label"]
 
 
 def demand_target(target: str) -> None:
-    """CallError for what is no target."""
+    """Refuse a target that is not one of `Target`.
+
+    Raises:
+        CallError: It is not.
+    """
     if target not in get_args(Target):
         raise CallError(f"target should be 'predicted' or 'label', got {target!r}")
 
@@ -28,19 +32,19 @@ def label_of(example: Example, number: int, alternatives: int | None = None) -> 
     """Return the label of an example.
 
     Args:
-        example: that should have one.
-        number: of the example, for messages.
-        alternatives: how many there are, where that is known.
+        example: The example.
+        number: The number of the example, for messages.
+        alternatives: The number of alternatives, if it is known.
 
     Raises:
-        CallError: it has none, or one that is none of the alternatives.
+        CallError: The example has no label, or its label is not one of the alternatives.
     """
     name = f"example {example.id or number}"
     if example.label is None:
         raise CallError(f"{name} has no label; use target='predicted' to explain what the model predicts")
     if example.label < 0 or (alternatives is not None and example.label >= alternatives):
-        known = "its alternatives" if alternatives is None else f"its {alternatives} alternatives"
-        raise CallError(f"{name} has the label {example.label}; expected one of {known}, from 0")
+        expected = "its alternatives" if alternatives is None else f"its {alternatives} alternatives"
+        raise CallError(f"{name} has the label {example.label}; expected one of {expected}, from 0")
     return example.label
 
 
@@ -50,10 +54,10 @@ def probability_of(
     """Return the probability of an alternative.
 
     Args:
-        log_probabilities: of an example's alternatives, as `predictions` gives them.
-        chosen: which one.
-        among_alternatives: whether it is the probability among the alternatives alone, as it is in any case among the
-            classes of a classifier; else it is that in the whole vocabulary.
+        log_probabilities: Log-probabilities of an example's alternatives, as `predictions` returns them.
+        chosen: The index of the alternative.
+        among_alternatives: Whether to return the probability among the alternatives only; otherwise it is the
+            probability in the whole vocabulary. For the classes of a classifier the two are the same.
     """
     if among_alternatives:
         log_probabilities = log_probabilities.log_softmax(dim=0)
@@ -67,10 +71,16 @@ def label_probability(
     *,
     among_alternatives: bool = False,
 ) -> float:
-    """Return the probability of an example's label, NaN where it has none; arguments as of the functions above.
+    """Return the probability of an example's label; NaN if it has no label.
+
+    Args:
+        example: The example.
+        number: The number of the example, for messages.
+        log_probabilities: Log-probabilities of its alternatives, as `predictions` returns them.
+        among_alternatives: As in `probability_of`.
 
     Raises:
-        CallError: the label is none of the alternatives.
+        CallError: The label is not one of the alternatives.
     """
     if example.label is None:
         return math.nan
@@ -80,12 +90,12 @@ def label_probability(
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """One answer for each example.
+    """A model's answer to each example.
 
     Attributes:
-        predicted: the most probable alternative.
-        probability: of it.
-        right: probability of the label; NaN where there is none.
+        predicted: The most probable alternative.
+        probability: The probability of that alternative.
+        right: The probability of the label; NaN if there is no label.
     """
 
     predicted: Int[np.ndarray, " example"]
@@ -94,7 +104,7 @@ class Answers:
 
 
 def are_compared(examples: Sequence[Example]) -> bool:
-    """Whether every example gives continuations to choose among, so that one is probable beside the others."""
+    """Return whether every example has several continuations, so that their probabilities can be compared."""
     return all(len(example.continuations) > 1 for example in examples)
 
 
@@ -109,28 +119,30 @@ def answers(
     """Run the model on the whole examples of a task.
 
     Args:
-        model: that answers.
-        task: in tokens.
-        among_alternatives: whether probabilities are those among an example's continuations; else those in the whole
-            vocabulary.
-        batch_tokens: at most so many tokens at once.
-        progress: called with how many examples are done, of how many.
+        model: The model that answers.
+        task: The task, in tokens.
+        among_alternatives: Whether probabilities are those among an example's continuations; otherwise they are those
+            in the whole vocabulary.
+        batch_tokens: The maximum number of tokens in a batch.
+        progress: Called with the number of examples that are done, and with the number of all examples.
 
     Raises:
-        CallError: an example does not fit the model, or the model has other classes than the task.
+        CallError: An example does not fit the model, or the model has other classes than the task.
     """
     examples = task.in_tokens
     predicted, probability, right = [], [], []
-    for number, given in enumerate(each_prediction(model, examples, batch_tokens=batch_tokens)):
-        if task.classes and len(given) != len(task.classes):
+    for number, log_probabilities in enumerate(each_prediction(model, examples, batch_tokens=batch_tokens)):
+        if task.classes and len(log_probabilities) != len(task.classes):
             raise CallError(
-                f"{model.name} has {len(given)} classes, and {task.name} has {len(task.classes)} "
+                f"{model.name} has {len(log_probabilities)} classes, and {task.name} has {len(task.classes)} "
                 f"({', '.join(task.classes)}); expected a model that was trained for them"
             )
-        best = int(given.argmax())
+        best = int(log_probabilities.argmax())
         predicted.append(best)
-        probability.append(probability_of(given, best, among_alternatives=among_alternatives))
-        right.append(label_probability(examples[number], number, given, among_alternatives=among_alternatives))
+        probability.append(probability_of(log_probabilities, best, among_alternatives=among_alternatives))
+        right.append(
+            label_probability(examples[number], number, log_probabilities, among_alternatives=among_alternatives)
+        )
         if progress is not None:
             progress(number + 1, len(examples))
     return Answers(np.array(predicted), np.array(probability), np.array(right))

@@ -1,4 +1,4 @@
-"""What a model predicts for many examples: the log-probability of each alternative, in length-bucketed batches."""
+"""The predictions of a model: the log-probability of each alternative of many examples, in batches by length."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from ....circuits.errors import CallError
 from ...tasks.example import Example
 from .model import AttentionModel, Batch, length_buckets
 
-#: How many examples' predictions are had at once by `each_prediction`.
+#: The number of examples that `each_prediction` predicts at once.
 _AT_ONCE = 256
 
 
@@ -23,55 +23,65 @@ def predictions(
     hidden: Sequence[Sequence[int]] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Float64[Tensor, "_alternative"]]:
-    """Return for each example the log-probability of each of its alternatives.
+    """Return the log-probability of each alternative of each example.
 
-    Alternatives are the classes of a classifier; for a language model the example's continuations, the probability of
-    several tokens being the product of their conditional probabilities, or the whole vocabulary where it has none.
-    Probabilities are those of the whole vocabulary, not of the alternatives alone. Inputs that are alike run once, and
-    continuations that begin alike share a run.
+    The alternatives of a classifier are its classes. Those of a language model are the example's continuations, or the
+    whole vocabulary if it has none; the probability of several tokens is the product of their conditional
+    probabilities. Probabilities are those in the whole vocabulary, not those among the alternatives. Equal inputs are
+    run once, and continuations with the same beginning share a run.
 
     Args:
-        model: that predicts.
-        examples: of any length.
-        batch_tokens: at most so many tokens at once, padding counted.
-        hidden: for each example positions that the mask hides, besides padding.
-        progress: called with how many inputs are done, of how many.
+        model: The model that predicts.
+        examples: Examples of any length.
+        batch_tokens: The maximum number of tokens in a batch, padding included.
+        hidden: For each example, the positions that the mask hides besides padding.
+        progress: Called with the number of inputs that are done, and with the number of all inputs.
 
     Raises:
-        CallError: an example is longer than the model's context, or has continuations that the model cannot judge.
+        CallError: An example is longer than the model's context, or has continuations that the model cannot judge.
     """
     if hidden is not None and len(hidden) != len(examples):
-        raise CallError(f"expected the hidden positions of {len(examples)} examples, got those of {len(hidden)}")
+        raise CallError(f"expected hidden positions for {len(examples)} examples, got them for {len(hidden)}")
     runs: dict[tuple, _Run] = {}
     for number, example in enumerate(examples):
         demand_fitting(model, example, number)
-        behind = frozenset(hidden[number]) if hidden else frozenset()
-        seen = [place for place in range(len(example.tokens)) if place not in behind]
+        masked = frozenset(hidden[number]) if hidden else frozenset()
+        seen = [position for position in range(len(example.tokens)) if position not in masked]
         if not seen:
-            raise CallError(f"all tokens of example {example.id or number} are hidden; leave at least one to be seen")
+            raise CallError(f"all tokens of example {example.id or number} are hidden; leave at least one visible")
         if model.classifies or not example.continuations:
-            _run_of(runs, model, example, behind).wholes.append(number)
+            _run_of(runs, model, example, masked).wholes.append(number)
             continue
         for alternative, continuation in enumerate(example.continuations):
-            run = _run_of(runs, model, continued(example, continuation[:-1]), behind)
+            run = _run_of(runs, model, continued(example, continuation[:-1]), masked)
             ahead = range(len(example.tokens), len(run.example.tokens))
-            run.asked.append(_Asked(number, alternative, (seen[-1], *ahead) if model.causal else None, continuation))
-    found: list[Tensor] = [torch.zeros(len(example.continuations), dtype=torch.float64) for example in examples]
+            positions = (seen[-1], *ahead) if model.causal else None
+            run.asked.append(_Asked(number, alternative, positions, continuation))
+    results: list[Tensor] = [torch.zeros(len(example.continuations), dtype=torch.float64) for example in examples]
     ordered = list(runs.values())
     done = 0
     for bucket in length_buckets([len(run.example.tokens) for run in ordered], batch_tokens):
         with torch.no_grad():
-            _answer(model, [ordered[index] for index in bucket], found)
+            _answer(model, [ordered[index] for index in bucket], results)
         done += len(bucket)
         if progress is not None:
             progress(done, len(ordered))
-    return found
+    return results
 
 
 def each_prediction(
     model: AttentionModel, examples: Sequence[Example], *, batch_tokens: int = 8192
 ) -> Iterator[Float64[Tensor, "_alternative"]]:
-    """Yield what `predictions` returns, some examples at a time: each may be as large as the vocabulary."""
+    """Yield the results of `predictions` one by one, since each may be as large as the vocabulary.
+
+    Args:
+        model: As in `predictions`.
+        examples: As in `predictions`.
+        batch_tokens: As in `predictions`.
+
+    Raises:
+        CallError: As in `predictions`.
+    """
     for number, example in enumerate(examples):
         demand_fitting(model, example, number)
     for start in range(0, len(examples), _AT_ONCE):
@@ -81,8 +91,13 @@ def each_prediction(
 def demand_fitting(model: AttentionModel, example: Example, number: int) -> None:
     """Refuse an example that the model cannot run, or continuations that it cannot judge.
 
+    Args:
+        model: The model.
+        example: The example.
+        number: The number of the example, for messages.
+
     Raises:
-        CallError: it is such an example.
+        CallError: The model cannot answer the example.
     """
     name = f"example {example.id or number}"
     if any(not continuation for continuation in example.continuations):
@@ -104,7 +119,12 @@ def demand_fitting(model: AttentionModel, example: Example, number: int) -> None
 
 
 def continued(example: Example, tokens: tuple[int, ...]) -> Example:
-    """Return an example with tokens behind its own, of which nothing is relevant."""
+    """Return an example with tokens added after its own; none of its tokens is marked as relevant.
+
+    Args:
+        example: The example.
+        tokens: The tokens to add.
+    """
     if not tokens:
         return example
     return replace(
@@ -118,17 +138,31 @@ def continued(example: Example, tokens: tuple[int, ...]) -> Example:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Of a run, the log-probability of some tokens, each at its place; None for where the model is read."""
+    """The tokens of a continuation, whose log-probabilities are taken from a run.
+
+    Attributes:
+        number: The number of the example.
+        alternative: The number of the continuation.
+        positions: The position at which each token is predicted; None for the position at which the model is read.
+        continuation: The tokens.
+    """
 
     number: int
     alternative: int
-    places: tuple[int, ...] | None
+    positions: tuple[int, ...] | None
     continuation: tuple[int, ...]
 
 
 @dataclass
 class _Run:
-    """One input to the model, and what is asked of it: whole distributions, or continuations."""
+    """One input to the model, and the results that are taken from it.
+
+    Attributes:
+        example: The input.
+        hidden: The positions that the mask hides.
+        wholes: The numbers of the examples that need the whole distribution.
+        asked: The continuations that need the log-probabilities of their tokens.
+    """
 
     example: Example
     hidden: frozenset[int]
@@ -137,47 +171,47 @@ class _Run:
 
 
 def _run_of(runs: dict[tuple, _Run], model: AttentionModel, example: Example, hidden: frozenset[int]) -> _Run:
-    # Where tokens say where a prediction is read, which of them are special has a part in it.
+    # Where the tokens determine the position at which a prediction is read, so does which of them are special.
     key = (example.tokens, hidden, () if model.classifies or model.causal else example.is_special)
     return runs.setdefault(key, _Run(example, hidden))
 
 
-def _answer(model: AttentionModel, runs: list[_Run], found: list[Tensor]) -> None:
+def _answer(model: AttentionModel, runs: list[_Run], results: list[Tensor]) -> None:
     batch = Batch.of([run.example for run in runs], model.pad)
     for row, run in enumerate(runs):
         batch.mask[row, list(run.hidden)] = False
     if model.classifies:
         for run, log_probability in zip(runs, _normalised(model.logits(batch.tokens, batch.mask)), strict=True):
             for number in run.wholes:
-                found[number] = log_probability
+                results[number] = log_probability
         return
     read = model.reading_positions(batch)
-    places = [_places(run, int(position)) for run, position in zip(runs, read, strict=True)]
-    most = max(map(len, places))
-    padded = torch.tensor([own + own[-1:] * (most - len(own)) for own in places])
+    positions = [_positions(run, int(position)) for run, position in zip(runs, read, strict=True)]
+    most = max(map(len, positions))
+    padded = torch.tensor([own + own[-1:] * (most - len(own)) for own in positions])
     logits = model.logits_at(batch.tokens, batch.mask, padded)
     picks: list[tuple[int, int, int]] = []
     owners: list[tuple[int, int]] = []
-    for row, (run, own) in enumerate(zip(runs, places, strict=True)):
+    for row, (run, own) in enumerate(zip(runs, positions, strict=True)):
         for number in run.wholes:
-            found[number] = _normalised(logits[row, own.index(int(read[row]))])
+            results[number] = _normalised(logits[row, own.index(int(read[row]))])
         for asked in run.asked:
-            for place, token in zip(asked.places or (int(read[row]),), asked.continuation, strict=True):
-                picks.append((row, own.index(place), token))
+            for position, token in zip(asked.positions or (int(read[row]),), asked.continuation, strict=True):
+                picks.append((row, own.index(position), token))
                 owners.append((asked.number, asked.alternative))
     if not picks:
         return
-    row, place, token = torch.tensor(picks, device=logits.device).unbind(dim=1)
-    chosen = logits[row, place, token].double() - logits.logsumexp(dim=-1)[row, place].double()
+    row, column, token = torch.tensor(picks, device=logits.device).unbind(dim=1)
+    chosen = logits[row, column, token].double() - logits.logsumexp(dim=-1)[row, column].double()
     for (number, alternative), value in zip(owners, chosen.tolist(), strict=True):
-        found[number][alternative] += value
+        results[number][alternative] += value
 
 
-def _places(run: _Run, read: int) -> list[int]:
-    """The positions of a run at which something is asked."""
+def _positions(run: _Run, read: int) -> list[int]:
+    """Return the positions of a run whose logits are needed."""
     wanted = {read} if run.wholes else set()
     for asked in run.asked:
-        wanted |= set(asked.places or (read,))
+        wanted |= set(asked.positions or (read,))
     return sorted(wanted)
 
 
