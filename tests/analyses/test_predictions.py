@@ -70,14 +70,14 @@ def test_without_continuations_the_whole_vocabulary_is_given():
 @pytest.mark.parametrize("tiny", CLASSIFIERS, ids=lambda tiny: tiny.name)
 def test_classes_are_those_of_the_example_by_itself(tiny):
     model = tiny.build().double()
-    # Softmax is computed in float32 by some eager implementations, and in float64 by sdpa.
+    # The eager softmax of Llama is computed in float32 whatever the weights are, and padding moves its rounding.
     model.set_attn_implementation("eager")
     adapted = TransformersClassifier(model)
     examples = [Example(tokens=random_tokens(number, length)) for number, length in enumerate((4, 9, 1, 6))]
     for example, given in zip(examples, predictions(adapted, examples, batch_tokens=20), strict=True):
         with torch.no_grad():
             wanted = model(input_ids=torch.tensor([example.tokens])).logits[0].log_softmax(dim=-1)
-        torch.testing.assert_close(given, wanted, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(given, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_a_masked_language_model_is_asked_at_its_mask():
