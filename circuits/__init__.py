@@ -58,7 +58,7 @@ runs by `qkov.probes`. `qkov.circuits.__version__` is the version of all of them
 
 from typing import TYPE_CHECKING
 
-from .lazy_face import lazy_face
+from .public_names import lazy_face
 
 if TYPE_CHECKING:
     from .algebra.circuit import Circuit

@@ -24,7 +24,7 @@ The names in groups:
 
 from typing import TYPE_CHECKING
 
-from ..circuits.lazy_face import lazy_face
+from ..circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
     from .attention.probe import AttentionProbe

@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from qkov.circuits.lazy_face import lazy_face
+from qkov.circuits.public_names import lazy_face
 
 FACES = [
     "qkov.circuits",
@@ -35,7 +35,7 @@ def test_importing_a_face_imports_none_of_its_modules(name):
     code = (
         f"import sys, {name} as face\n"
         f"inner = [module for module in sys.modules if module.startswith({name!r} + '.')]\n"
-        "assert set(inner) <= {'qkov.circuits.lazy_face'}, inner\n"
+        "assert set(inner) <= {'qkov.circuits.public_names'}, inner\n"
         "assert 'torch' not in sys.modules\n"
         "assert set(face.__all__) <= set(dir(face))\n"
         "assert 'torch' not in sys.modules\n"
@@ -64,7 +64,7 @@ def test_an_imported_name_may_be_renamed_and_come_from_elsewhere(tmp_path, monke
     package.mkdir()
     (package / "__init__.py").write_text(
         "from typing import TYPE_CHECKING\n"
-        "from qkov.circuits.lazy_face import lazy_face\n"
+        "from qkov.circuits.public_names import lazy_face\n"
         "if TYPE_CHECKING:\n"
         "    from .inner import one as uno, two\n"
         "    from math import tau\n"

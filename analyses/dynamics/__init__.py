@@ -28,7 +28,7 @@ Source: "Faster Query-Key Learning Sharpens Attention in Self-Attention Models" 
 
 from typing import TYPE_CHECKING
 
-from ...circuits.lazy_face import lazy_face
+from ...circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
     from .equations import Trajectory, integrate, rates

@@ -15,7 +15,7 @@ The names in groups:
 
 from typing import TYPE_CHECKING
 
-from ...circuits.lazy_face import lazy_face
+from ...circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
     from .encoding import encode, encode_task

@@ -210,7 +210,7 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
         (["classifier", "agreement", "--data", "pairs.json"], "classifies whole sequences", 2),
         (["gpt2", "agreement", "--methods", "magic"], "there is no method 'magic'", 2),
         (["gpt2", "agreement", "--methods", "random,rollout"], "expected an attention measure", 2),
-        (["gpt2", "agreement", "--cuts", "a,b"], "--cuts should be percentages", 2),
+        (["gpt2", "agreement", "--cuts", "a,b"], "--cuts should be comma-separated percentages", 2),
         (["gpt2", "agreement", "--cuts", "500"], "cuts should be different shares", 2),
         (["gpt2", "agreement", "--removal", "mask", "--limit", "4", "--tokenizer", "no"], "no tokeniser at no", 1),
         (["gpt2", "agreement", "--removal", "shred"], "--removal should be one of delete, mask, attention", 2),
