@@ -48,7 +48,7 @@ The names in groups:
     The weights of one layer       AttentionWeights, AttentionFacts, Norm, HeadNorm, Rotary, Basis, BASES
     Circuits of several layers     composition_scores, LayerComposition
     Reading checkpoints            open_checkpoint, OpenCheckpoint, inspect_checkpoint, find_checkpoints, Checkpoint
-    Tensors with other names       read_mapping, Mapping
+    How to read them               ReadingOptions, read_mapping, Mapping
     Reading live models            open_model, OpenHookedModel
     What is raised                 QkovError (the work failed), CallError (the call was wrong)
 
@@ -70,9 +70,9 @@ if TYPE_CHECKING:
     from .errors import CallError, QkovError
     from .live.hooked_models import OpenHookedModel
     from .live.models import open_model
-    from .reading.checkpoint import OpenCheckpoint
+    from .reading.checkpoint import OpenCheckpoint, open_checkpoint
     from .reading.inspection import inspect_checkpoint
-    from .reading.options import open_checkpoint
+    from .reading.options import ReadingOptions
     from .version import __version__
     from .weights.attention_weights import AttentionFacts, AttentionWeights
     from .weights.composition import LayerComposition, composition_scores
@@ -97,6 +97,7 @@ __all__ = [
     "OpenHookedModel",
     "Preconditioner",
     "QkovError",
+    "ReadingOptions",
     "Rotary",
     "ThinSVD",
     "__version__",

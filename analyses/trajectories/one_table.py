@@ -1,15 +1,17 @@
 """The circuits of one checkpoint, or of a model in memory, as a table."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pandas as pd
 
+from ...circuits.architectures.mapping import Mapping
 from ...circuits.checkpoints.runs import Checkpoint
+from ...circuits.errors import CallError
 from ...circuits.live.hooked_models import OpenHookedModel
 from ...circuits.live.models import open_model
-from ...circuits.reading.checkpoint import OpenCheckpoint
-from ...circuits.reading.options import open_checkpoint
+from ...circuits.reading.checkpoint import OpenCheckpoint, open_checkpoint
+from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ...circuits.weights.source import LayersInMemory
 from .measuring import checkpoint_rows
 from .motion import MOTION
@@ -20,24 +22,39 @@ from .view import Opened, View
 _OF_A_RUN = ("source", "step", "previous_step", "reference", "effective_ratio", *MOTION)
 
 
-def circuit_table(source: Any, *, basis: str = "raw", rotary_offset: int = 0) -> pd.DataFrame:
-    """Return every figure of every circuit: a row for each stack, layer, head and circuit, as `track` stores them.
+def circuit_table(
+    source: Any,
+    *,
+    basis: str = "raw",
+    rotary_offset: int = 0,
+    options: ReadingOptions | Mapping | None = None,
+    **reading: Unpack[ReadingKeywords],
+) -> pd.DataFrame:
+    """Return all quantities of every circuit: a row for each stack, layer, head and circuit, as `track` stores them.
 
     Args:
-        source: the address of a checkpoint, what `open_checkpoint` or `open_model` returned, or a model in memory.
+        source: The address of a checkpoint, what `open_checkpoint` or `open_model` returned, or a model in memory.
         basis: raw, folded or folded_centred.
-        rotary_offset: of W_QK, query position less key position, in layers with rotary positions.
+        rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
+        options: How to read a source that is not open yet, as one object. A Mapping stands for
+            `ReadingOptions(mapping=...)`.
+        **reading: The same as keywords: any field of `ReadingOptions`.
 
     Raises:
-        CallError: there is no such checkpoint, basis or offset.
-        QkovError: it cannot be read, or is not recognised.
+        CallError: There is no such checkpoint, basis or offset, or the source is already open and comes with options.
+        QkovError: The source cannot be read, or is not recognised.
     """
+    chosen = reading_options(options, reading)
     if isinstance(source, (str, Path)):
-        opened = open_checkpoint(source)
-    elif isinstance(source, (OpenCheckpoint, OpenHookedModel)):
+        opened = open_checkpoint(source, chosen)
+    elif not isinstance(source, (OpenCheckpoint, OpenHookedModel)):
+        opened = open_model(source, chosen)
+    elif chosen == ReadingOptions():
         opened = source
     else:
-        opened = open_model(source)
+        raise CallError(
+            "the source is already open, so options for reading have no effect; give them where it is opened"
+        )
     layers = opened if isinstance(opened, OpenCheckpoint) else LayersInMemory(tuple(opened.layers()))
     view = View.of(basis, rotary_offset)
     name = opened.file.address if isinstance(opened, OpenCheckpoint) else opened.recognised

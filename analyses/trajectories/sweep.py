@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...circuits.checkpoints.runs import Checkpoint
+from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingOptions
 from .keeping import files_to_read
 from .measuring import checkpoint_rows, composition_columns
@@ -33,7 +34,7 @@ class OpenedLast:
         """Return a checkpoint, opened now or before."""
         if checkpoint.step not in self.held:
             files = files_to_read(checkpoint, self.kept_in)
-            self.held[checkpoint.step] = Opened(checkpoint, self.options.open(files))
+            self.held[checkpoint.step] = Opened(checkpoint, open_checkpoint(files, self.options))
         return self.held[checkpoint.step]
 
 

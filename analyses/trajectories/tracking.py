@@ -6,12 +6,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.checkpoints.runs import Checkpoint, find_run
 from ...circuits.errors import CallError, QkovError
-from ...circuits.reading.options import ReadingOptions
+from ...circuits.reading.checkpoint import open_checkpoint
+from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace
 from ..versions import versions
@@ -44,13 +45,10 @@ def track(
     workers: int | None = None,
     address: str | None = None,
     revisions: str | None = None,
-    mapping: Mapping | None = None,
-    family: str | None = None,
-    heads: int | None = None,
-    prefix: str | None = None,
-    trust_pickle: bool = False,
     directions: TaskDirections | None = None,
     progress: Callable[[int, int, int, bool], None] | None = None,
+    options: ReadingOptions | Mapping | None = None,
+    **reading: Unpack[ReadingKeywords],
 ) -> Tracked:
     """Measure W_QK and W_OV of every checkpoint of a run, and write the store.
 
@@ -74,13 +72,10 @@ def track(
             worker of loky is this process itself.
         address: of a cluster of dask or ray; one is started on this machine where not given.
         revisions: of a model on the hub, which are the checkpoints, such as `step*`.
-        mapping: which tensors to read, where they are not recognised.
-        family: of the architecture, in place of what would be recognised.
-        heads: number of query heads, where neither config nor shapes tell it.
-        prefix: of the tensor names, where they are there under several.
-        trust_pickle: let the files run code as they load.
         directions: the reference.
         progress: called after each step with how many are done, of how many, the step, and whether it was measured now.
+        options: How to read the checkpoints, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+        **reading: The same as keywords: any field of `ReadingOptions`.
 
     Raises:
         CallError: the run is not there, the engine, basis or offset cannot be had, or the store is of another run or
@@ -90,13 +85,13 @@ def track(
     """
     view = View.of(basis, rotary_offset)
     chosen = engine_named(engine, workers, address)
-    options = ReadingOptions(mapping, family, heads, prefix, trust_pickle)
+    chosen_reading = reading_options(options, reading)
     found = find_run(run, revisions)
     checkpoints = found.checkpoints
     target = RunStore(store)
     settings = _as_json(
         {
-            "reading": options.settings(),
+            "reading": chosen_reading.settings(),
             "revisions": revisions,
             "directions": None if directions is None else {"name": directions.name, "hash": directions.fingerprint()},
             "basis": basis,
@@ -109,7 +104,7 @@ def track(
     fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
     with folder_for_keeping(checkpoints) as kept_in:
         # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
-        first = options.open(files_to_read(checkpoints[0], kept_in))
+        first = open_checkpoint(files_to_read(checkpoints[0], kept_in), chosen_reading)
         view.demand_possible(first, first.file.address)
         target.describe(
             {
@@ -145,7 +140,7 @@ def track(
                     before=before,
                     reference=reference,
                     directions=directions,
-                    options=options,
+                    options=chosen_reading,
                     view=view,
                     key=json.dumps(key, sort_keys=True),
                     composition_key=json.dumps(made_from, sort_keys=True) if composition else None,

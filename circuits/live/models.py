@@ -3,17 +3,16 @@
 import dataclasses
 from collections.abc import Iterable
 from collections.abc import Mapping as Dictionary
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from ..architectures.mapping import Mapping
 from ..architectures.recognition import Recognised, recognise
 from ..checkpoints.tensor_file import demand_no_adapters
-from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError
-from ..reading.checkpoint import OpenCheckpoint
-from ..reading.options import ReadingOptions
+from ..reading.checkpoint import OpenCheckpoint, open_tensors
+from ..reading.options import ModelKeywords, ReadingOptions, reading_options
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .tensors import LiveWeights
 from .torch_modules import has_attention_modules, mappings_of
@@ -22,57 +21,42 @@ _PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
 
 def open_model(
-    model: Any,
-    mapping: Mapping | None = None,
-    *,
-    family: str | None = None,
-    heads: int | None = None,
-    prefix: str | None = None,
+    model: Any, options: ReadingOptions | Mapping | None = None, **reading: Unpack[ModelKeywords]
 ) -> OpenCheckpoint | OpenHookedModel:
-    """Open a model in memory as if it were a checkpoint; it is not changed, and nothing of it is copied on the CPU.
+    """Open a model in memory as if it were a checkpoint. The model is not changed, and nothing is copied on the CPU.
 
-    What the layers hold shares the model's memory, so take its figures before the next step of training. Weights on
-    another device come to the CPU, one layer at a time.
+    The layers share the model's memory, so measure them before the next step of training. Weights on another device
+    are copied to the CPU, one layer at a time.
 
     Models with TransformerLens' weight interface (blocks whose attn has W_Q, W_K, W_V and W_O) are read through it, in
-    the basis in which they are. Other models are recognised as their files would be: by their config, else by their
-    torch.nn.MultiheadAttention modules, else by the names of their tensors.
+    the basis in which their weights are. Other models are recognised as their files would be: by their config, else by
+    their torch.nn.MultiheadAttention modules, else by the names of their tensors.
 
     Args:
-        model: a torch.nn.Module, or any object with TransformerLens' weight interface.
-        mapping: says which tensors to read; nothing is recognised then.
-        family: of the architecture, in place of what would be recognised.
-        heads: number of query heads, where nothing else tells it.
-        prefix: of the tensor names, where they are there under several.
+        model: A torch.nn.Module, or any object with TransformerLens' weight interface.
+        options: How to read it, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+        **reading: The same as keywords: mapping, family, heads or prefix.
 
     Raises:
-        CallError: it is no such model, or the options do not go together.
-        QkovError: its names are not recognised, or its weights cannot be read.
+        CallError: `model` cannot be opened, or the options do not go together.
+        QkovError: The names of its tensors are not recognised, or its weights cannot be read.
     """
-    return open_live(model, ReadingOptions(mapping, family, heads, prefix))
-
-
-def open_live(model: Any, options: ReadingOptions) -> OpenCheckpoint | OpenHookedModel:
-    """`open_model`, with its options in one."""
-    if not options.are_given and has_weight_interface(model):
+    chosen = reading_options(options, reading, ModelKeywords)
+    if not chosen.are_given and has_weight_interface(model):
         return OpenHookedModel(model, *_wrapped(model))
     if not isinstance(model, nn.Module):
         raise CallError(
             f"expected a torch.nn.Module, or a model whose blocks have an attn with W_Q, W_K, W_V and W_O as in "
             f"TransformerLens, got {type(model).__name__}"
         )
-    stated = options.stated()
     address = f"the model {type(model).__name__}"
     tensors, config = model.state_dict(), config_of(model, address)
-    demand_no_adapters(tensors, address)
-    if stated is not None:
-        return OpenCheckpoint(LiveWeights(tensors, address), stated)
-    if not options.are_given and (config is None or "model_type" not in config) and has_attention_modules(model):
-        found = mappings_of(model)
+    if not chosen.are_given and (config is None or "model_type" not in config) and has_attention_modules(model):
+        demand_no_adapters(tensors, address)
+        modules = mappings_of(model)
         how = "by its torch.nn.MultiheadAttention modules"
-        return OpenCheckpoint(LiveWeights(found.apart(tensors), address), Recognised(how, found.mappings))
-    file = unwrapped(LiveWeights(tensors, address, config))
-    return OpenCheckpoint(file, options.recognise(file))
+        return OpenCheckpoint(LiveWeights(modules.apart(tensors), address), Recognised(how, modules.mappings))
+    return open_tensors(LiveWeights(tensors, address, config), chosen)
 
 
 def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:

@@ -1,24 +1,24 @@
 """Open a checkpoint and read its attention weights, one layer at a time."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from pathlib import Path
+from typing import TypeVar, Unpack
 
 from ..algebra.threads import side_by_side
-from ..architectures.layouts import arrange_layer, count_heads
 from ..architectures.mapping import Mapping, Names
 from ..architectures.recognition import Recognised
-from ..checkpoints.tensor_file import TensorFile, demand_unscaled
+from ..checkpoints.files import CheckpointFiles
+from ..checkpoints.opening import open_weights
+from ..checkpoints.tensor_file import TensorFile, demand_no_adapters, demand_unscaled
+from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError
+from ..storage.places import Place
 from ..weights.attention_weights import AttentionWeights
-from ..weights.norms import Basis, Norm, is_centred
-from ..weights.rotary import Rotary
 from .ahead import read_ahead
-from .saved_format import is_own, own_scalars
+from .layer import read_layer
+from .options import ReadingKeywords, ReadingOptions, reading_options
+from .saved_format import is_own, own_mapping, own_scalars
 
 Result = TypeVar("Result")
 
@@ -27,17 +27,21 @@ class OpenCheckpoint:
     """A checkpoint whose tensors are known by name and are read layer by layer.
 
     Attributes:
-        file: where the tensors are.
-        recognised: how they were, in words.
-        stacks: the mapping of each stack of layers.
-        skipped: what is no attention that has these circuits, and why.
+        file: The tensors by name.
+        recognised: How the architecture was recognised, in words.
+        stacks: The mapping of each stack of layers.
+        skipped: What is not read, with the reason.
     """
 
     def __init__(self, file: TensorFile, recognised: Recognised) -> None:
         """Find the layers.
 
+        Args:
+            file: The tensors by name.
+            recognised: The mappings of its stacks.
+
         Raises:
-            QkovError: the file does not hold the tensors that a mapping names, or holds them quantised.
+            QkovError: The file does not hold the tensors that a mapping names, or holds them quantised.
         """
         self.file = file
         self.recognised = recognised.how
@@ -57,20 +61,20 @@ class OpenCheckpoint:
         return [(mapping.stack, layer) for mapping, layer, _ in self._names]
 
     def tensors(self, mapping: Mapping) -> dict[str, str]:
-        """Return by role the tensors of a stack that are there, with {layer} for the layer's number."""
+        """Return by role the names of a stack's tensors that exist, with {layer} for the layer's number."""
         roles = {role for stack, _, names in self._names if stack is mapping for role in names}
         return {role: mapping.full_name(name) for role, name in mapping.tensors.items() if role in roles}
 
     @property
     def scalars(self) -> dict[str, float]:
-        """Figures saved beside the weights, such as the loss.
+        """The numbers saved beside the weights, such as the loss.
 
         Raises:
-            QkovError: the mapping names a scalar that the file does not hold.
+            QkovError: The mapping names a scalar that the file does not hold.
         """
         if is_own(self.file):
             return own_scalars(self.file)
-        figures = {}
+        scalars = {}
         for mapping in self.stacks:
             for name, key in mapping.scalars.items():
                 if key not in self.file.scalars:
@@ -78,18 +82,18 @@ class OpenCheckpoint:
                     raise QkovError(
                         f"{self.file.address} has no scalar {key}, which {mapping.origin} names; it has {held}"
                     )
-                figures[name] = self.file.scalars[key]
-        return figures
+                scalars[name] = self.file.scalars[key]
+        return scalars
 
     def layers(self) -> Iterator[AttentionWeights]:
-        """Yield the attention weights of one layer after the other, so that no more than one is in memory.
+        """Yield the attention weights of one layer after another, so that no more than one is in memory.
 
-        Of a file at a distance the next layer is fetched while one is in use.
+        While a layer of a remote file is in use, the next one is fetched.
 
         Raises:
-            QkovError: a tensor's shape does not fit its layout, or two of them do not fit each other.
+            QkovError: A tensor's shape does not fit its layout, or two tensors do not fit each other.
         """
-        readings = (partial(self._layer, *place) for place in self._names)
+        readings = (partial(self._layer, *key) for key in self._names)
         yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
 
     def each_layer(self, job: Callable[[AttentionWeights], Result]) -> list[Result]:
@@ -105,55 +109,53 @@ class OpenCheckpoint:
 
     def _layer(self, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
         try:
-            return _layer(self.file, mapping, layer, names)
+            return read_layer(self.file, mapping, layer, names)
         except CallError as error:
             raise QkovError(f"{self.file.address}: {error}") from error
 
 
-def _layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
-    tensors = _read(file, names)
-    shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
-    counts = count_heads(shapes, mapping.layouts, mapping.heads)
-    # Heads that do not divide the width have to be in the message.
-    told = mapping.heads is not None and counts is None
-    origin = f"{mapping.origin} with {mapping.heads} heads" if told else mapping.origin
-    weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, origin)
-    d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
-    norms: dict[str, Any] = {
-        f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)
-        for side in ("query", "key")
-        if f"{side}_norm_gain" in tensors or f"{side}_norm_gain" not in mapping.tensors
-    }
-    facts = mapping.facts.of_layer(layer, d_head)
-    if "rotary_sin" in tensors and "rotary_cos" in tensors:
-        rotary = Rotary.of_tables(tensors["rotary_sin"], tensors["rotary_cos"])
-        facts = replace(facts, rotary=rotary, positions="rotary")
-    norm = mapping.facts.norm(layer, tensors)
-    return _folded(AttentionWeights(layer, **weights, **norms, norm=norm, facts=facts, stack=mapping.stack))
+def open_checkpoint(
+    address: Path | str | Place | CheckpointFiles,
+    options: ReadingOptions | Mapping | None = None,
+    **reading: Unpack[ReadingKeywords],
+) -> OpenCheckpoint:
+    """Open one checkpoint, a file or a folder, at any address, without building the model.
 
+    The architecture is recognised from the config beside the weights, or else from the names of the tensors.
 
-def _folded(weights: AttentionWeights) -> AttentionWeights:
-    """The weights, in the basis that they are in where the norm in front is not known and the weights tell.
+        open_checkpoint("EleutherAI/pythia-160m@step1000")
+        open_checkpoint("model.pt", heads=12)
 
-    Folding LayerNorm leaves readers whose mean over the model's width is zero, which training does not.
+    Args:
+        address: A path, a URL that fsspec knows, a hub id such as "EleutherAI/pythia-160m@step1000", or the files of a
+            checkpoint that were found already.
+        options: How to read it, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+        **reading: The same as keywords: any field of `ReadingOptions`.
+
+    Raises:
+        CallError: There is no such file, or the options do not go together.
+        QkovError: The file cannot be read, or its names are not recognised and there is no mapping.
     """
-    read, written = (weights.W_Q, weights.W_K, weights.W_V), weights.W_O
-    if "norm" not in weights.facts.unknown or not all(W is not None and _is_centred(W) for W in read):
-        return weights
-    facts = replace(weights.facts, unknown=weights.facts.unknown - {"norm"})
-    basis: Basis = "folded_centred" if written is not None and is_centred(written, dim=-1) else "folded"
-    return replace(weights, norm=Norm("layer_norm"), facts=facts, stored_basis=basis)
+    chosen = reading_options(options, reading)
+    return open_tensors(open_weights(address, chosen.trust_pickle), chosen)
 
 
-def _is_centred(W: Tensor) -> bool:
-    """Whether the mean over the width of the model is zero in every head; most weights fail at the first."""
-    return is_centred(W[:1], dim=-2) and is_centred(W, dim=-2)
+def open_tensors(file: TensorFile, options: ReadingOptions) -> OpenCheckpoint:
+    """Open tensors that are already known by name, whether they are in a file or in a model.
 
+    Args:
+        file: The tensors by name.
+        options: How to read them.
 
-def _read(file: TensorFile, names: Names) -> dict[str, Tensor]:
-    """The tensors of a layer by role, those of single heads stacked."""
-    read = file.read([name for of_role in names.values() for name in of_role])
-    return {
-        role: read[of_role[0]] if len(of_role) == 1 else torch.stack([read[name] for name in of_role])
-        for role, of_role in names.items()
-    }
+    Raises:
+        CallError: The options do not go together.
+        QkovError: The names are not recognised and there is no mapping.
+    """
+    demand_no_adapters(file.shapes, file.address)
+    stated = options.stated()
+    if stated is not None:
+        return OpenCheckpoint(file, stated)
+    if is_own(file):
+        return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
+    file = unwrapped(file)
+    return OpenCheckpoint(file, options.recognise(file))

@@ -1,24 +1,28 @@
-"""How a checkpoint is to be read, and opening it so."""
+"""How to read a checkpoint or a model, where that is not left to recognition."""
 
+from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ..architectures.mapping import Mapping
 from ..architectures.recognition import Recognised, recognise
-from ..checkpoints.files import CheckpointFiles
-from ..checkpoints.opening import open_weights
-from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
-from ..checkpoints.wrapped_names import unwrapped
+from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError
-from ..storage.places import Place
-from .checkpoint import OpenCheckpoint
-from .saved_format import is_own, own_mapping
 
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """How to read a checkpoint, where that is not left to what is recognised."""
+    """How to read a checkpoint or a model in memory, where that is not left to recognition.
+
+    Attributes:
+        mapping: Names the tensors to read. Nothing is recognised then, and no other option but `trust_pickle` may be
+            set.
+        family: Key of the architecture family, used in place of the one that would be recognised.
+        heads: Number of query heads, if neither the config nor the tensor shapes determine it.
+        prefix: Prefix of the tensor names, if the file holds them under several prefixes.
+        trust_pickle: Whether a PyTorch file may run the code that it names while it loads. It has no effect on models
+            in memory.
+    """
 
     mapping: Mapping | None = None
     family: str | None = None
@@ -26,49 +30,34 @@ class ReadingOptions:
     prefix: str | None = None
     trust_pickle: bool = False
 
-    def open(self, address: Path | str | Place | CheckpointFiles) -> OpenCheckpoint:
-        """Open a checkpoint so.
-
-        Raises:
-            CallError: there is no such file, or the options do not go together.
-            QkovError: the file cannot be read, or its names are not recognised.
-        """
-        file = open_weights(address, self.trust_pickle)
-        demand_no_adapters(file.shapes, file.address)
-        stated = self.stated()
-        if stated is not None:
-            return OpenCheckpoint(file, stated)
-        if is_own(file):
-            return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
-        file = unwrapped(file)
-        return OpenCheckpoint(file, self.recognise(file))
-
     @property
     def are_given(self) -> bool:
-        """Whether anything is said of the architecture."""
+        """Whether any option about the architecture is set."""
         return any(option is not None for option in (self.mapping, self.family, self.heads, self.prefix))
 
     def stated(self) -> Recognised | None:
-        """Return what the mapping says, where there is one: nothing is recognised then.
+        """Return the layers that the mapping names, or None if there is no mapping.
 
         Raises:
-            CallError: it is none, or there are others of `family`, `heads` and `prefix` beside it.
+            CallError: `mapping` is not a Mapping, or `family`, `heads` or `prefix` is set beside it.
         """
         if self.mapping is None:
             return None
         if not isinstance(self.mapping, Mapping):
             got = type(self.mapping).__name__
-            raise CallError(f"mapping should be a Mapping, as read_mapping(path) gives it, got {got}")
+            raise CallError(f"mapping should be a Mapping, as read_mapping(path) returns it, got {got}")
         if replace(self, mapping=None).are_given:
-            raise CallError("a mapping says family, prefix and heads itself; give them there, not beside it")
+            raise CallError(
+                "a mapping states family, prefix and heads itself; state them in the mapping instead of beside it"
+            )
         return Recognised(f"by {self.mapping.origin}", (self.mapping,))
 
     def recognise(self, file: TensorFile) -> Recognised:
-        """Recognise the tensors of a file, as `recognition.recognise` does with these options."""
+        """Recognise the tensors of a file, as `architectures.recognition.recognise` does with these options."""
         return recognise(file, self.family, self.heads, self.prefix)
 
     def settings(self) -> dict[str, Any]:
-        """Return what decides the figures, as JSON can hold it."""
+        """Return the options that decide which values are measured, in a form that JSON can hold."""
         mapping = self.mapping
         stated = None
         if mapping is not None:
@@ -84,29 +73,44 @@ class ReadingOptions:
         return {"mapping": stated, "family": self.family, "heads": self.heads, "prefix": self.prefix}
 
 
-def open_checkpoint(
-    address: Path | str,
-    mapping: Mapping | None = None,
-    *,
-    family: str | None = None,
-    heads: int | None = None,
-    prefix: str | None = None,
-    trust_pickle: bool = False,
-) -> OpenCheckpoint:
-    """Open one checkpoint, a file or a folder, here or at any address, without building the model.
+class ModelKeywords(TypedDict, total=False):
+    """The fields of `ReadingOptions` as keywords of a function that reads models in memory."""
 
-    Its architecture is recognised from the config beside the weights, else from the names of the tensors.
+    mapping: Mapping | None
+    family: str | None
+    heads: int | None
+    prefix: str | None
+
+
+class ReadingKeywords(ModelKeywords, total=False):
+    """The fields of `ReadingOptions` as keywords of a function that reads checkpoints."""
+
+    trust_pickle: bool
+
+
+def reading_options(
+    options: ReadingOptions | Mapping | None, keywords: Dictionary[str, Any], known: type = ReadingKeywords
+) -> ReadingOptions:
+    """Return the reading options of a call, which come as one object or as keywords.
 
     Args:
-        address: a path, a URL that fsspec knows, or a hub id such as "EleutherAI/pythia-160m@step1000".
-        mapping: says which tensors to read; nothing is recognised then.
-        family: of the architecture, in place of what would be recognised.
-        heads: number of query heads, where neither config nor shapes tell it.
-        prefix: of the tensor names, where they are there under several.
-        trust_pickle: let the file run the code that it names. Only for files whose origin is known.
+        options: The options as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+        keywords: The options as the keywords of the call.
+        known: `ReadingKeywords` or `ModelKeywords`: the keywords that the function takes.
 
     Raises:
-        CallError: there is no such file, or the options do not go together.
-        QkovError: the file cannot be read, or its names are not recognised and no mapping was given.
+        CallError: A keyword is unknown, both forms are used at once, or `options` has another type.
     """
-    return ReadingOptions(mapping, family, heads, prefix, trust_pickle).open(address)
+    names = list(known.__annotations__)
+    unknown = [name for name in keywords if name not in names]
+    if unknown:
+        raise CallError(f"unexpected keyword {unknown[0]!r}; the keywords that say how to read are {', '.join(names)}")
+    if isinstance(options, Mapping):
+        options, keywords = None, {"mapping": options, **keywords}
+    if options is None:
+        return ReadingOptions(**keywords)
+    if not isinstance(options, ReadingOptions):
+        raise CallError(f"options should be ReadingOptions or a Mapping, got {type(options).__name__}")
+    if keywords:
+        raise CallError(f"options are given beside {', '.join(keywords)}; state everything in one of the two forms")
+    return options

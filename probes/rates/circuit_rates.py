@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 from weakref import WeakSet
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
-from ...circuits.reading.options import ReadingOptions
+from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
 from .entries import MULTIPLIER, CircuitEntries, circuit_entries, circuit_multipliers, in_words, training
 from .proportional_steps import demand_proportional_steps
 
@@ -74,10 +74,8 @@ class CircuitRates:
         ov: float = 1.0,
         *,
         biases: bool = False,
-        mapping: Mapping | None = None,
-        family: str | None = None,
-        heads: int | None = None,
-        prefix: str | None = None,
+        options: ReadingOptions | Mapping | None = None,
+        **reading: Unpack[ModelKeywords],
     ) -> None:
         """Find the entries of both circuits and scale their steps from now on.
 
@@ -87,7 +85,8 @@ class CircuitRates:
             qk: what multiplies the rate of the QK circuit.
             ov: what multiplies the rate of the OV circuit.
             biases: whether b_Q and b_K learn as QK does, b_V and b_O as OV does.
-            mapping: of the tensors, as in `open_model`; likewise `family`, `heads` and `prefix`.
+            options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+            **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
             CallError: a multiplier cannot be one; a parameter is in no optimizer, has a rate of its own already, is of
@@ -95,7 +94,7 @@ class CircuitRates:
             QkovError: no attention is found.
         """
         multipliers = circuit_multipliers(qk, ov)
-        found = circuit_entries(model, ReadingOptions(mapping, family, heads, prefix), biases)
+        found = circuit_entries(model, reading_options(options, reading, ModelKeywords), biases)
         scaled = [one for one in training(found, multipliers) if multipliers[one.circuit] != 1]
         self.multipliers = multipliers
         self._found = found

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Mapping as Dictionary
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
-from ...circuits.reading.options import ReadingOptions
+from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
 from .entries import MULTIPLIER, CircuitEntries, circuit_entries, circuit_multipliers, in_words, is_finite, training
 
 
@@ -43,10 +43,8 @@ def circuit_parameter_groups(
     *,
     biases: bool = False,
     groups: Iterable[Dictionary[str, Any]] | None = None,
-    mapping: Mapping | None = None,
-    family: str | None = None,
-    heads: int | None = None,
-    prefix: str | None = None,
+    options: ReadingOptions | Mapping | None = None,
+    **reading: Unpack[ModelKeywords],
 ) -> CircuitParameterGroups:
     """Return parameter groups for any optimizer: W_Q and W_K at qk times the base rate, W_V and W_O at ov times.
 
@@ -67,7 +65,8 @@ def circuit_parameter_groups(
         biases: whether b_Q and b_K learn as QK does, b_V and b_O as OV does.
         groups: parameter groups to take apart, such as one with weight decay and one without: their other options stay,
             and a rate of their own is the base of theirs.
-        mapping: of the tensors, as in `open_model`; likewise `family`, `heads` and `prefix`.
+        options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+        **reading: The same as keywords: mapping, family, heads or prefix.
 
     Raises:
         CallError: a multiplier or the rate cannot be one; a parameter holds both circuits (fused projections, for which
@@ -77,8 +76,8 @@ def circuit_parameter_groups(
     multipliers = circuit_multipliers(qk, ov)
     if not (is_finite(lr) and lr >= 0):
         raise CallError(f"the base rate lr should be a finite number from 0, got {lr!r}")
-    options = ReadingOptions(mapping, family, heads, prefix)
-    entries = training(circuit_entries(model, options, biases), multipliers)
+    found = circuit_entries(model, reading_options(options, reading, ModelKeywords), biases)
+    entries = training(found, multipliers)
     _demand_whole(entries)
     circuits = {id(one.parameter): one.circuit for one in entries}
     names = {id(parameter): name for name, parameter in model.named_parameters()}

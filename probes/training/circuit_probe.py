@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, Unpack
 
 import pandas as pd
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...analyses.trajectories.view import TaskDirections, View
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
-from ...circuits.reading.options import ReadingOptions
+from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
 from .model import Factors, copied
 from .run import LiveRun, Log
 
@@ -62,10 +62,8 @@ class CircuitProbe:
         log: Log | None = None,
         start: int = 0,
         resume: bool = False,
-        mapping: Mapping | None = None,
-        family: str | None = None,
-        heads: int | None = None,
-        prefix: str | None = None,
+        options: ReadingOptions | Mapping | None = None,
+        **reading: Unpack[ModelKeywords],
     ) -> None:
         """Log the start, which is the weights as they are.
 
@@ -81,10 +79,8 @@ class CircuitProbe:
             start: how many steps the model has been trained already.
             resume: go on with the store if it is there: steps up to `start` stay, later ones are deleted, with a
                 warning. The new rows are compared with what the store was begun with, which it keeps.
-            mapping: which tensors to read, where they are not recognised.
-            family: of the architecture, in place of what would be recognised.
-            heads: number of query heads, where nothing else tells it.
-            prefix: of the tensor names, where they are there under several.
+            options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+            **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
             CallError: it is no model, basis, offset, directions or steps cannot be had, or the store holds a run that
@@ -98,9 +94,9 @@ class CircuitProbe:
             raise CallError(f"log should be a function of a step and its figures, got {log!r}")
         if directions is not None and not isinstance(directions, TaskDirections):
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
-        options = ReadingOptions(mapping, family, heads, prefix)
         view = View.of(basis, rotary_offset)
-        self._run = LiveRun(model, options, view, directions, store, log, start, resume)
+        chosen = reading_options(options, reading, ModelKeywords)
+        self._run = LiveRun(model, chosen, view, directions, store, log, start, resume)
         self.steps = start
         self._attached: Attached | None = None
         self._noted: dict[str, float] = {}

@@ -11,7 +11,7 @@ from ...analyses.trajectories.view import View
 from ...circuits.algebra.circuit import Circuit
 from ...circuits.algebra.factor_steps import measure_step
 from ...circuits.errors import QkovError
-from ...circuits.live.models import open_live
+from ...circuits.live.models import open_model
 from ...circuits.live.parameters import LiveParameters
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.attention_weights import AttentionWeights
@@ -56,7 +56,7 @@ class LiveModel:
             QkovError: its weights are not recognised, or cannot be read.
         """
         self._model, self._view, self._options = model, view, options
-        opened = open_live(model, options)
+        opened = open_model(model, options)
         self.recognised, self.skipped = opened.recognised, opened.skipped
         layers = tuple(opened.layers())
         view.demand_possible(LayersInMemory(layers), f"the model {type(model).__name__}")
@@ -79,7 +79,7 @@ class LiveModel:
 
     def layers(self) -> LayersInMemory:
         """Return the layers in the basis of the view, sharing the model's memory where they can."""
-        opened = open_live(self._model, self._options)
+        opened = open_model(self._model, self._options)
         return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
 
     def factors(self) -> Factors:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle, reading_options
 from .output import print_json
 from .requirements import demand_supported
 
@@ -29,15 +29,14 @@ def inspect(
     """
     demand_supported("torch", "safetensors", "fsspec")
 
-    from ...circuits.architectures.mapping import read_mapping
     from ...circuits.checkpoints.runs import find_run
+    from ...circuits.reading.checkpoint import open_checkpoint
     from ...circuits.reading.inspection import inspect_checkpoint
-    from ...circuits.reading.options import ReadingOptions
     from .inspection_text import inspection_lines
 
     run = find_run(checkpoint, revisions)
-    options = ReadingOptions(None if mapping is None else read_mapping(mapping), family, heads, prefix, trust_pickle)
-    facts = inspect_checkpoint(options.open(run.checkpoints[-1].files))
+    options = reading_options(mapping, family, heads, prefix, trust_pickle)
+    facts = inspect_checkpoint(open_checkpoint(run.checkpoints[-1].files, options))
     steps = [each.step for each in run.checkpoints]
     if as_json:
         print_json({**facts, "steps": steps, "left_out": run.left_out})

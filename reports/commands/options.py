@@ -1,11 +1,14 @@
 """Options that several commands have."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...circuits.errors import CallError
+
+if TYPE_CHECKING:
+    from ...circuits.reading.options import ReadingOptions
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 MappingFile = Annotated[
@@ -36,6 +39,28 @@ TrustPickle = Annotated[
         "--trust-pickle", help="Allow a PyTorch file to run the code that it contains. Only use it on files you trust."
     ),
 ]
+
+
+def reading_options(
+    mapping: Path | None, family: str | None, heads: int | None, prefix: str | None, trust_pickle: bool
+) -> "ReadingOptions":
+    """Return the options that say how to read a checkpoint, as one object.
+
+    Args:
+        mapping: The file that --map names.
+        family: The value of --family.
+        heads: The value of --heads.
+        prefix: The value of --prefix.
+        trust_pickle: Whether --trust-pickle is set.
+
+    Raises:
+        CallError: The mapping file cannot be read.
+    """
+    from ...circuits.architectures.mapping import read_mapping
+    from ...circuits.reading.options import ReadingOptions
+
+    stated = None if mapping is None else read_mapping(mapping)
+    return ReadingOptions(stated, family, heads, prefix, trust_pickle)
 
 
 def one_of(option: str, typed: str, known: tuple[str, ...]) -> str:

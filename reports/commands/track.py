@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle, reading_options
 from .output import command_as_typed, default_folder, print_json
 from .progress import WorkProgress
 from .requirements import demand_supported
@@ -59,7 +59,6 @@ def track(
     demand_supported("torch", "safetensors", "fsspec", "joblib", "pandas", "pyarrow", "matplotlib", "jinja2")
 
     from ...analyses.trajectories.tracking import track as track_run
-    from ...circuits.architectures.mapping import read_mapping
     from ..pages.run_report import write_run_report
 
     out = default_folder(run) if out is None else out
@@ -74,11 +73,7 @@ def track(
             workers=workers,
             address=address,
             revisions=revisions,
-            mapping=None if mapping is None else read_mapping(mapping),
-            family=family,
-            heads=heads,
-            prefix=prefix,
-            trust_pickle=trust_pickle,
+            options=reading_options(mapping, family, heads, prefix, trust_pickle),
             progress=lambda done, total, step, new: progress.update(
                 done, total, f"step {step} {'measured' if new else 'already measured'}"
             ),

@@ -14,11 +14,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.trajectories import RunStore, TaskDirections, track
+from qkov.analyses.trajectories import RunStore, TaskDirections, sweep, track, tracking
 from qkov.analyses.trajectories.motion import effective_ratio, motion
-from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError
+from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError, open_checkpoint
 from qkov.circuits.architectures.mapping import parse_mapping
-from qkov.circuits.reading.options import ReadingOptions
 from qkov.circuits.reading.saved_format import save_checkpoint
 from safetensors.torch import save_file
 
@@ -530,8 +529,13 @@ def test_run_json_says_how_it_was_read_and_what_was_left_out(tmp_path):
 def test_each_checkpoint_is_opened_once_for_a_measurement(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", layers=3)
     opened = []
-    real = ReadingOptions.open
-    monkeypatch.setattr(ReadingOptions, "open", lambda self, address: opened.append(address) or real(self, address))
+
+    def noted(address, options):
+        opened.append(address)
+        return open_checkpoint(address, options)
+
+    for module in (tracking, sweep):
+        monkeypatch.setattr(module, "open_checkpoint", noted)
     track(run, tmp_path / "store", composition=True)
     # Once to see that all is well; then each step and the reference, which is held.
     assert [address.rpartition("_")[2] for address in opened] == [

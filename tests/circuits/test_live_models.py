@@ -120,7 +120,7 @@ def test_options_and_mappings_read_modules_that_nothing_recognises():
     (layer,) = open_model(model, mapping).layers()
     assert layer.W_K is not None
     torch.testing.assert_close(layer.W_K[1], model.k.weight[4:8].T, rtol=0, atol=0)
-    with pytest.raises(CallError, match="a mapping says family, prefix and heads itself"):
+    with pytest.raises(CallError, match="a mapping states family, prefix and heads itself"):
         open_model(model, mapping, heads=3)
     anonymous = llama()
     anonymous.config = None

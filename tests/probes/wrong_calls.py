@@ -45,6 +45,7 @@ def main() -> None:
         "directions": lambda: probe(directions="task"),
         "log": lambda: probe(log="wandb"),
         "mapping": lambda: probe(mapping="map.toml"),
+        "options": lambda: probe(options={"heads": 2}),
         "loss": lambda: probe().step(torch.ones(3)),
         "scalar": lambda: probe().step(rate="0.1"),
         "attach": lambda: probe().attach(schedule),

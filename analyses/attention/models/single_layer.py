@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ....circuits.errors import CallError, QkovError
-from ....circuits.reading.options import open_checkpoint
+from ....circuits.reading.checkpoint import open_checkpoint
 from ....circuits.reading.saved_format import is_own, own_settings
 from ....circuits.weights.attention_weights import AttentionWeights
 from ...dynamics.model import SingleLayerAttention
