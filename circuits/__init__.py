@@ -50,6 +50,7 @@ The names in groups:
     Reading checkpoints            open_checkpoint, OpenCheckpoint, inspect_checkpoint, find_checkpoints, Checkpoint
     How to read them               ReadingOptions, read_mapping, Mapping
     Reading live models            open_model, OpenHookedModel
+    What both are                  AttentionSource (layers one after another, or side by side)
     What is raised                 QkovError (the work failed), CallError (the call was wrong)
 
 Series of checkpoints are measured by `qkov.analyses.trajectories`, attention by `qkov.analyses.attention`, training
@@ -78,11 +79,13 @@ if TYPE_CHECKING:
     from .weights.composition import LayerComposition, composition_scores
     from .weights.norms import BASES, Basis, HeadNorm, Norm
     from .weights.rotary import Rotary
+    from .weights.source import AttentionSource
 
 __all__ = [
     "BASES",
     "Agreement",
     "AttentionFacts",
+    "AttentionSource",
     "AttentionWeights",
     "Basis",
     "CallError",

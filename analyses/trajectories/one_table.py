@@ -8,11 +8,10 @@ import pandas as pd
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.errors import CallError
-from ...circuits.live.hooked_models import OpenHookedModel
 from ...circuits.live.models import open_model
-from ...circuits.reading.checkpoint import OpenCheckpoint, open_checkpoint
+from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
-from ...circuits.weights.source import LayersInMemory
+from ...circuits.weights.source import AttentionSource
 from .measuring import checkpoint_rows
 from .motion import MOTION
 from .store import table_of
@@ -47,7 +46,7 @@ def circuit_table(
     chosen = reading_options(options, reading)
     if isinstance(source, (str, Path)):
         opened = open_checkpoint(source, chosen)
-    elif not isinstance(source, (OpenCheckpoint, OpenHookedModel)):
+    elif not isinstance(source, AttentionSource):
         opened = open_model(source, chosen)
     elif chosen == ReadingOptions():
         opened = source
@@ -55,9 +54,7 @@ def circuit_table(
         raise CallError(
             "the source is already open, so options for reading have no effect; give them where it is opened"
         )
-    layers = opened if isinstance(opened, OpenCheckpoint) else LayersInMemory(tuple(opened.layers()))
     view = View.of(basis, rotary_offset)
-    name = opened.file.address if isinstance(opened, OpenCheckpoint) else opened.recognised
-    view.demand_possible(layers, name)
-    rows = checkpoint_rows(Opened(Checkpoint(0, name), layers), None, None, None, view, name)
+    view.demand_possible(opened, opened.address)
+    rows = checkpoint_rows(Opened(Checkpoint(0, opened.address), opened), None, None, None, view, opened.address)
     return table_of(rows).drop(columns=[column for column in _OF_A_RUN if column in rows[0]])

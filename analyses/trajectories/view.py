@@ -8,12 +8,9 @@ from numbers import Integral
 from ...circuits.algebra.circuit import Circuit
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.errors import CallError
-from ...circuits.reading.checkpoint import OpenCheckpoint
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.norms import BASES, Basis
-from ...circuits.weights.source import LayersInMemory
-
-Layers = OpenCheckpoint | LayersInMemory
+from ...circuits.weights.source import AttentionSource
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Opened:
     """A checkpoint of the run, opened, or the layers of a model at a step of its training."""
 
     checkpoint: Checkpoint
-    weights: Layers
+    weights: AttentionSource
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class View:
                 return cls(known, rotary_offset)
         raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
 
-    def layers(self, opened: Layers) -> Iterator[AttentionWeights]:
+    def layers(self, opened: AttentionSource) -> Iterator[AttentionWeights]:
         """Yield the layers of a checkpoint in the basis."""
         for weights in opened.layers():
             yield weights.in_basis(self.basis)
@@ -74,7 +71,7 @@ class View:
         """Return the circuits of a layer that is in the basis."""
         return weights.circuits(self.basis, self.offset(weights))
 
-    def demand_possible(self, opened: Layers, address: str) -> None:
+    def demand_possible(self, opened: AttentionSource, address: str) -> None:
         """Refuse a basis or an offset that the checkpoint does not have, at the first layers that tell.
 
         Raises:

@@ -1,11 +1,10 @@
 """Open a checkpoint and read its attention weights, one layer at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Unpack
 
-from ..algebra.threads import side_by_side
 from ..architectures.mapping import Mapping, Names
 from ..architectures.recognition import Recognised
 from ..checkpoints.files import CheckpointFiles
@@ -15,15 +14,14 @@ from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError
 from ..storage.places import Place
 from ..weights.attention_weights import AttentionWeights
+from ..weights.source import AttentionSource, StackTensors
 from .ahead import read_ahead
 from .layer import read_layer
 from .options import ReadingKeywords, ReadingOptions, reading_options
 from .saved_format import is_own, own_mapping, own_scalars
 
-Result = TypeVar("Result")
 
-
-class OpenCheckpoint:
+class OpenCheckpoint(AttentionSource):
     """A checkpoint whose tensors are known by name and are read layer by layer.
 
     Attributes:
@@ -44,6 +42,9 @@ class OpenCheckpoint:
             QkovError: The file does not hold the tensors that a mapping names, or holds them quantised.
         """
         self.file = file
+        self.address = file.address
+        self.tensor_count = len(file.shapes)
+        self.config_origin = file.config_origin
         self.recognised = recognised.how
         self.stacks = recognised.stacks
         self.skipped = recognised.skipped | ({} if file.partial is None else {"other files": file.partial})
@@ -60,10 +61,15 @@ class OpenCheckpoint:
         """The stack and the number of every layer, in the order of reading."""
         return [(mapping.stack, layer) for mapping, layer, _ in self._names]
 
-    def tensors(self, mapping: Mapping) -> dict[str, str]:
-        """Return by role the names of a stack's tensors that exist, with {layer} for the layer's number."""
-        roles = {role for stack, _, names in self._names if stack is mapping for role in names}
-        return {role: mapping.full_name(name) for role, name in mapping.tensors.items() if role in roles}
+    def stack_tensors(self, stack: str) -> StackTensors:
+        """Return the names and layouts of those tensors of a stack that the file holds."""
+        names: dict[str, str] = {}
+        layouts: dict[str, str] = {}
+        for mapping in (each for each in self.stacks if each.stack == stack):
+            roles = {role for of_stack, _, of_layer in self._names if of_stack is mapping for role in of_layer}
+            names |= {role: mapping.full_name(name) for role, name in mapping.tensors.items() if role in roles}
+            layouts |= mapping.layouts
+        return StackTensors(names, layouts)
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -95,17 +101,6 @@ class OpenCheckpoint:
         """
         readings = (partial(self._layer, *key) for key in self._names)
         yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
-
-    def each_layer(self, job: Callable[[AttentionWeights], Result]) -> list[Result]:
-        """Return what a job gives for each layer's weights, in order; up to four at a time share torch's threads.
-
-        Faster than the same job in a loop over `layers`: no thread waits for the others within a layer. A job runs in a
-        thread of its own, where what is set for the caller's alone is not set, such as autocast.
-
-        Raises:
-            QkovError: as `layers`.
-        """
-        return side_by_side(job, self.layers())
 
     def _layer(self, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
         try:

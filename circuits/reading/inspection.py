@@ -1,38 +1,45 @@
-"""What is in a checkpoint, how it was recognised, and what would be measured of it."""
+"""State what a source holds, how it was recognised, and what would be measured."""
 
 from dataclasses import fields
 from typing import Any
 
-from ..weights.attention_weights import AttentionFacts, AttentionWeights
+from ..weights.attention_weights import BIASES, NAMES, AttentionFacts, AttentionWeights
 from ..weights.norms import HeadNorm, Norm
-from .checkpoint import OpenCheckpoint
+from ..weights.source import AttentionSource
 
 
-def inspect_checkpoint(opened: OpenCheckpoint) -> dict[str, Any]:
-    """Return the facts of a checkpoint as JSON can hold them; every layer's attention tensors are read once.
+def inspect_checkpoint(source: AttentionSource) -> dict[str, Any]:
+    """Return the facts of a checkpoint or of a model in memory, in a form that JSON can hold.
+
+    Every attention tensor is read once.
+
+    Args:
+        source: What `open_checkpoint` or `open_model` returned.
+
+    Returns:
+        The address, how it was recognised, the number of tensors, where the config was found, the scalars, what is
+        skipped, and for each stack its tensors, their layouts and the facts of its layers.
 
     Raises:
-        QkovError: a tensor does not fit its layout.
+        QkovError: A tensor does not fit its layout.
     """
     layers: dict[str, list[dict[str, Any]]] = {}
-    for weights in opened.layers():
+    tensor_count = 0
+    for weights in source.layers():
         layers.setdefault(weights.stack, []).append(_layer(weights))
+        tensor_count += sum(getattr(weights, name) is not None for name in (*NAMES, *BIASES))
+    stacks = []
+    for stack, facts in layers.items():
+        tensors = source.stack_tensors(stack)
+        stacks.append({"stack": stack, "tensors": tensors.names, "layouts": tensors.layouts, "layers": facts})
     return {
-        "address": opened.file.address,
-        "recognised": opened.recognised,
-        "tensors": len(opened.file.shapes),
-        "config": opened.file.config_origin,
-        "scalars": opened.scalars,
-        "skipped": opened.skipped,
-        "stacks": [
-            {
-                "stack": mapping.stack,
-                "tensors": opened.tensors(mapping),
-                "layouts": mapping.layouts,
-                "layers": layers[mapping.stack],
-            }
-            for mapping in opened.stacks
-        ],
+        "address": source.address,
+        "recognised": source.recognised,
+        "tensors": tensor_count if source.tensor_count is None else source.tensor_count,
+        "config": source.config_origin,
+        "scalars": source.scalars,
+        "skipped": source.skipped,
+        "stacks": stacks,
     }
 
 
@@ -51,7 +58,7 @@ def _layer(weights: AttentionWeights) -> dict[str, Any]:
             }
             for name, circuit in weights.circuits().items()
         },
-        "biases": [name for name in ("b_Q", "b_K", "b_V", "b_O") if getattr(weights, name) is not None],
+        "biases": [name for name in BIASES if getattr(weights, name) is not None],
         "norm": _norm(weights.norm),
         "query_key_norm": _norm(weights.query_norm or weights.key_norm),
         "stored_basis": weights.stored_basis,
@@ -62,18 +69,18 @@ def _layer(weights: AttentionWeights) -> dict[str, Any]:
 def _norm(norm: Norm | HeadNorm | None) -> dict[str, Any] | None:
     if norm is None:
         return None
-    told = {"kind": norm.kind, "gain": norm.gain is not None, "bias": norm.bias is not None, "eps": norm.eps}
-    return told | ({"over": norm.over} if isinstance(norm, HeadNorm) else {})
+    facts = {"kind": norm.kind, "gain": norm.gain is not None, "bias": norm.bias is not None, "eps": norm.eps}
+    return facts | ({"over": norm.over} if isinstance(norm, HeadNorm) else {})
 
 
 def _facts(facts: AttentionFacts) -> dict[str, Any]:
-    told = {each.name: getattr(facts, each.name) for each in fields(facts)}
+    table = {field.name: getattr(facts, field.name) for field in fields(facts)}
     rotary = facts.rotary
     if rotary is not None:
-        told["rotary"] = {
+        table["rotary"] = {
             "dims": rotary.dims,
             "pairing": rotary.pairing,
             "frequencies": None if rotary.frequencies is None else list(rotary.frequencies),
             "amplitude": rotary.amplitude,
         }
-    return told | {"unknown": sorted(facts.unknown)}
+    return table | {"unknown": sorted(facts.unknown)}

@@ -1,0 +1,51 @@
+"""The blocks of models with TransformerLens' module names, and the attention in them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+#: Where TransformerLens keeps attention: the stack, names of the list of blocks, names of the attention in a block.
+_BLOCKS = (
+    ("", ("blocks",), ("attn",)),
+    ("encoder", ("encoder_blocks", "encoder"), ("attn", "self_attn")),
+    ("decoder", ("decoder_blocks", "decoder"), ("attn", "self_attn")),
+    ("decoder cross", ("decoder_blocks", "decoder"), ("cross_attn",)),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HookedBlock:
+    """The attention of one layer, and the block around it.
+
+    Attributes:
+        stack: Name of the stack; empty if the model has only one.
+        layer: Number of the layer.
+        block: The block.
+        attention: The attention module in it.
+        name: The names of the list and of the attention, with {layer} between them.
+    """
+
+    stack: str
+    layer: int
+    block: Any
+    attention: Any
+    name: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The stack and the number of the layer."""
+        return self.stack, self.layer
+
+
+def hooked_blocks(model: Any) -> Iterator[HookedBlock]:
+    """Yield every attention that has TransformerLens' names, stack by stack; none if the model has no such blocks."""
+    for stack, lists, attentions in _BLOCKS:
+        of_list = next((name for name in lists if hasattr(model, name)), None)
+        blocks = () if of_list is None else getattr(model, of_list)
+        if not hasattr(blocks, "__iter__"):
+            continue
+        for layer, block in enumerate(blocks):
+            of_attention = next((name for name in attentions if hasattr(block, name)), None)
+            if of_attention is not None:
+                attention = getattr(block, of_attention)
+                yield HookedBlock(stack, layer, block, attention, f"{of_list}.{{layer}}.{of_attention}")
