@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..weights.layer_keys import LayerKey
+
 #: Where TransformerLens keeps attention: the stack, names of the list of blocks, names of the attention in a block.
 _BLOCKS = (
     ("", ("blocks",), ("attn",)),
@@ -32,7 +34,7 @@ class HookedBlock:
     name: str
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> LayerKey:
         """The stack and the number of the layer."""
         return self.stack, self.layer
 

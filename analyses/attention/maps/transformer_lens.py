@@ -6,16 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ....circuits.live.hooked_blocks import hooked_blocks
 from ....circuits.weights.layer_keys import LayerKey
 from .source import CallHook, InputReceiver, LayerMap, MapSource, OnCall, Receiver, on_call
 
-#: Where the blocks and their attention are: the stack, names of the list of blocks, names of the attention in a block.
-_STACKS = (
-    ("", ("blocks",), ("attn",)),
-    ("encoder", ("encoder_blocks", "encoder"), ("attn", "self_attn")),
-    ("decoder", ("decoder_blocks", "decoder"), ("attn", "self_attn")),
-    ("decoder cross", ("decoder_blocks", "decoder"), ("cross_attn",)),
-)
 #: The names that attention modules of different versions give to what they read.
 _INPUT_NAMES = ("hidden_states", "value_input")
 
@@ -42,15 +36,10 @@ class HookedMaps(MapSource):
     def of(cls, model: nn.Module) -> "HookedMaps | None":
         """Find the hook points of a model; return None if it has none."""
         found: dict[LayerKey, _HookedAttention] = {}
-        for stack, lists, names in _STACKS:
-            blocks: Any = next((getattr(model, name) for name in lists if hasattr(model, name)), None)
-            if not isinstance(blocks, nn.ModuleList | nn.Sequential):
-                continue
-            for layer, block in enumerate(blocks):
-                attention: Any = next((getattr(block, name) for name in names if hasattr(block, name)), None)
-                point = getattr(attention, "hook_pattern", None)
-                if isinstance(point, nn.Module):
-                    found[stack, layer] = _HookedAttention(attention, point)
+        for block in hooked_blocks(model):
+            point = getattr(block.attention, "hook_pattern", None)
+            if isinstance(point, nn.Module):
+                found[block.key] = _HookedAttention(block.attention, point)
         return cls(found, type(model).__name__) if found else None
 
     def attach(
