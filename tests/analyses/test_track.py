@@ -530,16 +530,16 @@ def test_each_checkpoint_is_opened_once_for_a_measurement(tmp_path, monkeypatch)
     run = write_run(tmp_path / "run", layers=3)
     opened = []
 
-    def noted(address, options):
-        opened.append(address)
-        return open_checkpoint(address, options)
+    def noted(files, options):
+        opened.append(files)
+        return open_checkpoint(files, options)
 
     for module in (tracking, sweep):
         monkeypatch.setattr(module, "open_checkpoint", noted)
     track(run, tmp_path / "store", composition=True)
     # Once to see that all is well; then each step and the reference, which is held.
-    assert [address.rpartition("_")[2] for address in opened] == [
-        f"{step:09d}.safetensors" for step in (0, 0, 1000, 10, 200)
+    assert [files.weights.name for files in opened] == [
+        f"step_{step:09d}.safetensors" for step in (0, 0, 1000, 10, 200)
     ]
 
 
