@@ -1,9 +1,8 @@
-"""What does the measurements: this process, processes of this machine, or a cluster of Dask or Ray."""
+"""Engines do the measurements of a sweep: this process, processes of this machine, or a cluster of Dask or Ray."""
 
 import logging
 import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -16,20 +15,26 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-import torch
-
 from ...circuits.errors import CallError, QkovError, reason
+from .process_state import interrupts_ignored_by_children, one_torch_thread, restored_process
 from .sweep import Measurement, OpenedLast
 
 ENGINES = ("loky", "dask", "ray")
-#: Seconds that a cluster may take to answer.
+#: Seconds within which a cluster must answer.
 PATIENCE = 10
 
+#: The step of a measurement, and whether anything was measured, or the error that prevented it.
 Outcome = tuple[int, bool | Exception]
 
-# Not written out where they are used: both are declared more narrowly than they work.
+# Typed as Any because joblib and Dask declare these arguments more narrowly than they accept them.
 _ONE_BY_ONE: dict[str, Any] = {"batch_size": 1}
-_ONE_THREAD: dict[str, Any] = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.CRITICAL}
+_LOCAL_CLUSTER: dict[str, Any] = {
+    "threads_per_worker": 1,
+    "silence_logs": logging.CRITICAL,
+    # Dask's scheduler always serves HTTP, and warns where its usual port is taken, as by a cluster of the user's.
+    "dashboard_address": "127.0.0.1:0",
+    "scheduler_kwargs": {"dashboard": False},
+}
 
 
 class WorkerLostError(Exception):
@@ -37,16 +42,19 @@ class WorkerLostError(Exception):
 
 
 class Engine(ABC):
-    """Something that does measurements, in any order."""
+    """Does measurements, in any order."""
 
     def run(self, measurements: Sequence[Measurement]) -> Generator[tuple[int, bool], None, None]:
-        """Do them, and yield of each the step, and whether anything was measured.
+        """Do the measurements, and yield the step of each and whether anything was measured.
 
-        After an error nothing new is begun; what was begun is finished before the error of the first step is raised.
-        Workers end at once where this is closed before.
+        After an error no new measurement begins; those that have begun are finished before the error of the earliest
+        step is raised. Closing the generator ends the workers at once.
+
+        Args:
+            measurements: the measurements to do.
 
         Raises:
-            QkovError: a measurement could not be done, or the cluster cannot be reached.
+            QkovError: a measurement failed, or the cluster cannot be reached.
             WorkerLostError: a worker ended without an answer.
         """
         errors: dict[int, Exception] = {}
@@ -59,8 +67,8 @@ class Engine(ABC):
 
         if not measurements:
             return
-        with closing(self._told(until_an_error())) as told:
-            for step, outcome in told:
+        with closing(self._checked_outcomes(until_an_error())) as outcomes:
+            for step, outcome in outcomes:
                 if isinstance(outcome, Exception):
                     errors[step] = outcome
                 else:
@@ -68,23 +76,23 @@ class Engine(ABC):
         if errors:
             raise errors[min(errors)]
 
-    def _told(self, measurements: Iterator[Measurement]) -> Generator[Outcome, None, None]:
+    def _checked_outcomes(self, measurements: Iterator[Measurement]) -> Generator[Outcome, None, None]:
         try:
             yield from self._outcomes(measurements)
         except QkovError:
             raise
         except Exception as error:
-            # What goes wrong in a measurement comes back as its outcome: this is the engine itself, and each has its
-            # own names for a worker that is no more.
+            # An error of a measurement is returned as its outcome, so this one comes from the engine itself. Each
+            # engine has its own exceptions for a worker that has ended.
             raise WorkerLostError(f"{type(error).__name__}: {error}") from error
 
     @abstractmethod
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
-        """Yield the outcomes as they come."""
+        """Yield the outcomes as they arrive."""
 
 
 class ThisProcess(Engine):
-    """One measurement after the other, in the order of the steps, with the threads that this process has."""
+    """Does one measurement after another, in the order of the steps, with the threads that this process has."""
 
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
         opened: OpenedLast | None = None
@@ -94,37 +102,41 @@ class ThisProcess(Engine):
 
 
 class Processes(Engine):
-    """Processes of this machine, of one thread each."""
+    """Does measurements in processes of this machine, each with one thread."""
 
     def __init__(self, workers: int) -> None:
-        """Say how many."""
+        """Set the number of processes."""
         self.workers = workers
 
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
         config = {"backend": "loky", "n_jobs": self.workers, "inner_max_num_threads": 1}
-        yield from _as_they_come(measurements, config, parent=os.getpid())
+        yield from _as_they_arrive(measurements, config, parent=os.getpid())
 
 
 class Dask(Engine):
-    """A cluster of Dask: the one at an address, or one of processes of this machine."""
+    """Does measurements on a Dask cluster: the one at an address, or one of processes of this machine."""
 
     def __init__(self, workers: int | None, address: str | None) -> None:
-        """Say how many workers to start here, or where the cluster's scheduler is."""
+        """Set the number of workers to start here, or the address of the cluster's scheduler."""
         self.workers, self.address = workers, address
 
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
-        with self._client() as client:
-            yield from _as_they_come(measurements, {"backend": "dask", "client": client})
+        # Imported first, so that only what Dask does as it works is undone, not what its import sets up.
+        import distributed  # noqa: F401
+        import joblib  # noqa: F401
+
+        with restored_process("distributed"), self._client() as client:
+            yield from _as_they_arrive(measurements, {"backend": "dask", "client": client})
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
         from distributed import Client, LocalCluster
 
-        # It logs a traceback for a scheduler that went away, which is told in one line here.
+        # Dask logs a traceback when a scheduler goes away, which qkov reports in one line.
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         if self.address is None:
-            with _interrupts_kept_from_children():
-                cluster = LocalCluster(n_workers=self.workers or 1, **_ONE_THREAD)
+            with interrupts_ignored_by_children():
+                cluster = LocalCluster(n_workers=self.workers or 1, **_LOCAL_CLUSTER)
             with cluster, Client(cluster, set_as_default=False) as client:
                 yield client
             return
@@ -137,28 +149,32 @@ class Dask(Engine):
 
 
 class Ray(Engine):
-    """A cluster of Ray: the one at an address, or one of processes of this machine."""
+    """Does measurements on a Ray cluster: the one at an address, or one of processes of this machine."""
 
     def __init__(self, workers: int | None, address: str | None) -> None:
-        """Say how many workers to use, and where the cluster is."""
+        """Set the number of workers to use, and the address of the cluster."""
         self.workers, self.address = workers, address
 
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
-        # Read as Ray is imported: it would ask its makers' server whether to report, and log connections as they fail.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         import joblib
-        import ray
-        from ray.util.joblib import register_ray
 
-        with self._cluster(ray):
-            register_ray()
-            workers = self.workers or (-1 if self.address else 1)
-            with joblib.parallel_config(backend="ray", n_jobs=workers), joblib.Parallel(**_ONE_BY_ONE) as parallel:
-                # This backend gives no result before all of a call are there.
-                while some := list(islice(measurements, 4 * parallel.n_jobs if parallel.n_jobs > 0 else 64)):
-                    outcomes: Any = parallel(joblib.delayed(_in_one_thread)(measurement) for measurement in some)
-                    yield from outcomes
+        with restored_process("ray"):
+            # Ray reads these when it is imported: without them it asks its makers' server whether to report usage, and
+            # logs failing connections.
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+            import ray
+            from ray.util.joblib import register_ray
+
+            with self._cluster(ray):
+                register_ray()
+                workers = self.workers or (-1 if self.address else 1)
+                with joblib.parallel_config(backend="ray", n_jobs=workers), joblib.Parallel(**_ONE_BY_ONE) as parallel:
+                    # This backend returns nothing before all results of a call are there.
+                    batch_size = 4 * parallel.n_jobs if parallel.n_jobs > 0 else 64
+                    while batch := list(islice(measurements, batch_size)):
+                        outcomes: Any = parallel(joblib.delayed(_in_one_thread)(measurement) for measurement in batch)
+                        yield from outcomes
 
     @contextmanager
     def _cluster(self, ray: Any) -> Iterator[None]:
@@ -180,11 +196,16 @@ class Ray(Engine):
 
 
 def engine_named(name: str, workers: int | None = None, address: str | None = None) -> Engine:
-    """Return an engine by its name.
+    """Return the engine with a name.
+
+    Args:
+        name: loky, dask or ray.
+        workers: the number of workers; by default one, or all that the cluster at the address has.
+        address: the address of a Dask or Ray cluster; by default one is started on this machine.
 
     Raises:
-        CallError: there is no such engine, its package is not installed, or the number of workers or the address are
-            not for it.
+        CallError: there is no such engine, its package is not installed, or it does not accept the number of workers
+            or the address.
         QkovError: nothing answers at the address.
     """
     if name not in ENGINES:
@@ -193,7 +214,7 @@ def engine_named(name: str, workers: int | None = None, address: str | None = No
         raise CallError(f"workers should be at least 1, got {workers}")
     if name == "loky":
         if address is not None:
-            raise CallError(f"loky works on this machine alone; give the engine, dask or ray, of {address}")
+            raise CallError(f"loky runs on this machine only; give the engine, dask or ray, of {address}")
         return ThisProcess() if workers in (None, 1) else Processes(workers)
     module = {"dask": "distributed", "ray": "ray"}[name]
     if find_spec(module) is None:
@@ -204,7 +225,7 @@ def engine_named(name: str, workers: int | None = None, address: str | None = No
 
 
 def _outcome(measurement: Measurement, opened: OpenedLast | None = None) -> bool | Exception:
-    """Whether anything was measured, or why it could not be: as a value, so that it crosses any engine as it is."""
+    """Return whether anything was measured, or the error as a value, which every engine passes on unchanged."""
     try:
         return measurement.run(opened)
     except Exception as error:
@@ -215,17 +236,19 @@ def _in_one_thread(measurement: Measurement, parent: int | None = None) -> Outco
     """Do a measurement in a worker.
 
     Args:
-        measurement: to be done.
-        parent: of a process that is to end with its parent, of which nothing else would tell it for minutes.
+        measurement: the measurement to do.
+        parent: the process with which this worker process ends; by default the engine ends its workers itself.
     """
-    torch.set_num_threads(1)
     if parent is not None:
         _end_with(parent)
-    return measurement.step, _outcome(measurement)
+    with one_torch_thread():
+        return measurement.step, _outcome(measurement)
 
 
 @cache
 def _end_with(parent: int) -> None:
+    """End this process when its parent ends, which loky's workers would otherwise notice only after minutes."""
+
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
@@ -234,53 +257,40 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _as_they_come(
+def _as_they_arrive(
     measurements: Iterable[Measurement], config: dict[str, Any], parent: int | None = None
 ) -> Iterator[Outcome]:
     import joblib
 
     with joblib.parallel_config(**config):
         parallel = joblib.Parallel(return_as="generator_unordered", **_ONE_BY_ONE)
-        with _interrupts_kept_from_children():
+        with interrupts_ignored_by_children():
             outcomes: Any = parallel(
                 joblib.delayed(_in_one_thread)(measurement, parent) for measurement in measurements
             )
         try:
-            # Not `yield from`, which would close it where nothing silences it.
+            # `yield from` would close the outcomes itself, with joblib's warning.
             for outcome in outcomes:  # noqa: UP028
                 yield outcome
         finally:
             with warnings.catch_warnings():
-                # joblib warns of the work that is given up.
+                # joblib warns of the measurements that are given up.
                 warnings.simplefilter("ignore")
                 outcomes.close()
 
 
-@contextmanager
-def _interrupts_kept_from_children() -> Iterator[None]:
-    """Children that are started meanwhile ignore Ctrl-C, which a terminal sends to all: this process ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _demand_answer(address: str) -> None:
-    """Refuse an address where nothing listens, which the clients of clusters try for minutes."""
-    found = re.fullmatch(r"(?:\w+://)?\[?([^\[\]/]+?)\]?:(\d+)/?", address)
-    if found is None:
+    """Refuse an address at which nothing listens; the clusters' own clients would try for minutes."""
+    host_and_port = re.fullmatch(r"(?:\w+://)?\[?([^\[\]/]+?)\]?:(\d+)/?", address)
+    if host_and_port is None:
         return
     try:
-        socket.create_connection((found[1], int(found[2])), timeout=PATIENCE).close()
+        socket.create_connection((host_and_port[1], int(host_and_port[2])), timeout=PATIENCE).close()
     except (OSError, OverflowError) as error:
         raise _unreachable("cluster", address, error) from error
 
 
-def _unreachable(what: str, address: str, error: Exception) -> QkovError:
+def _unreachable(kind: str, address: str, error: Exception) -> QkovError:
     return QkovError(
-        f"the {what} at {address} cannot be reached ({reason(error)}); is it running, and is the address right?"
+        f"the {kind} at {address} cannot be reached ({reason(error)}); is it running, and is the address right?"
     )

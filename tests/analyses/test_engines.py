@@ -1,22 +1,32 @@
 """Engines: the same table whichever does the work, and nothing lost whoever is killed."""
 
+import faulthandler
+import logging
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
 import torch
 from qkov.analyses.trajectories import RunStore, engines, track
+from qkov.analyses.trajectories.process_state import restored_process
 from qkov.circuits import AttentionWeights, QkovError
 from qkov.circuits.reading.saved_format import save_checkpoint
+
+from tests.waiting import next_lines, until_ended
 
 STEPS = (0, 10, 200, 1000)
 #: Of the longer run: checkpoints, and heads of each.
@@ -82,13 +92,112 @@ def test_the_table_is_the_same_whichever_engine(small_run, by_this_process, tmp_
 
 
 def test_a_cluster_is_reached_by_its_address(small_run, by_this_process, tmp_path):
+    with threads_of_dask() as address:
+        tracked = track(small_run, tmp_path / "store", engine="dask", address=address)
+    pd.testing.assert_frame_equal(tracked.store.table(), by_this_process.table(), check_exact=True)
+
+
+@contextmanager
+def threads_of_dask() -> Iterator[str]:
+    """The address of a cluster whose workers are threads of this process."""
     from distributed import LocalCluster
 
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    options: dict[str, Any] = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "processes": False,
+        "dashboard_address": "127.0.0.1:0",
+    }
     cluster: Any
     with LocalCluster(**options) as cluster:
-        tracked = track(small_run, tmp_path / "store", engine="dask", address=cluster.scheduler_address)
-    pd.testing.assert_frame_equal(tracked.store.table(), by_this_process.table(), check_exact=True)
+        yield cluster.scheduler_address
+
+
+def process_state() -> dict[str, Any]:
+    """What an engine could leave changed in this process."""
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "logging": [logging.getLogger(name).level for name in ("", "distributed", "ray", "joblib", "loky")],
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "excepthook": sys.excepthook,
+        "faulthandler": faulthandler.is_enabled(),
+        "random": [np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()],
+        "threads": (torch.get_num_threads(), later),
+        "warnings": warnings.filters[0],
+    }
+
+
+@pytest.fixture
+def own_settings():
+    """Settings of a user's own, which no engine may change."""
+    import distributed
+    import joblib
+    import ray
+
+    assert joblib
+    assert ray
+    assert distributed
+    level, handler, excepthook = (
+        logging.getLogger("distributed").level,
+        signal.getsignal(signal.SIGTERM),
+        sys.excepthook,
+    )
+    had_faulthandler, threads = faulthandler.is_enabled(), torch.get_num_threads()
+    logging.getLogger("distributed").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    sys.excepthook = lambda *_: None
+    faulthandler.disable()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+    if had_faulthandler:
+        faulthandler.enable()
+    sys.excepthook = excepthook
+    signal.signal(signal.SIGTERM, handler)
+    logging.getLogger("distributed").setLevel(level)
+
+
+@pytest.mark.parametrize("ending", ["success", "error", "interrupt"])
+@pytest.mark.parametrize("engine", ["this process", "loky", "dask", "threads of dask", "ray"])
+def test_an_engine_leaves_the_process_as_it_was(small_run, tmp_path, own_settings, engine, ending):
+    run = small_run
+    if ending == "error":
+        run = tmp_path / "run"
+        save(run, 0)
+        save(run, 10, d_model=8)
+
+    def progress(*_):
+        if ending == "interrupt":
+            raise KeyboardInterrupt
+
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"engine": engine, "workers": 1}
+        if engine == "this process":
+            options = {}
+        elif engine == "loky":
+            options = {"workers": 2}
+        elif engine == "threads of dask":
+            options = {"engine": "dask", "address": stack.enter_context(threads_of_dask())}
+        expected = {"success": nullcontext(), "error": pytest.raises(QkovError, match="agree")}
+        before = process_state()
+        with expected.get(ending, pytest.raises(KeyboardInterrupt)):
+            track(run, tmp_path / "store", progress=progress, **options)
+        after = process_state()
+    for name, value in before.items():
+        assert after[name] == value, name
+
+
+def test_python_s_random_numbers_go_on_as_if_an_engine_had_drawn_none():
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    with restored_process():
+        random.random()
+    assert random.random() == expected
 
 
 @pytest.mark.parametrize("engine", ["loky", "dask"])
@@ -113,7 +222,7 @@ def test_engines_that_cannot_be_had(small_run, tmp_path, monkeypatch):
 
     assert refusal(engine="spark") == "the engine should be one of loky, dask, ray, got 'spark'"
     assert refusal(workers=0) == "workers should be at least 1, got 0"
-    assert "loky works on this machine alone" in refusal(address="tcp://10.0.0.1:8786")
+    assert "loky runs on this machine only" in refusal(address="tcp://10.0.0.1:8786")
     for engine, address in (("dask", "tcp://127.0.0.1:9"), ("ray", "127.0.0.1:9")):
         assert f"the cluster at {address} cannot be reached ([Errno 111]" in refusal(engine=engine, address=address)
     monkeypatch.setattr(engines, "find_spec", lambda _: None)
@@ -134,7 +243,7 @@ SWEEP = textwrap.dedent(
     from qkov.circuits import QkovError
     if __name__ == "__main__":
         try:
-            track(sys.argv[1], sys.argv[2], engine="loky", workers=2)
+            track(sys.argv[1], sys.argv[2], workers=2, progress=lambda *counts: print(*counts, flush=True))
         except QkovError as error:
             sys.exit(f"qkov: {error}")
     """
@@ -142,37 +251,26 @@ SWEEP = textwrap.dedent(
 
 
 def sweep(run: Path, store: Path) -> subprocess.Popen[str]:
+    """A sweep in two workers, which prints a line for each step that is done."""
     script = store.parent / "sweep.py"
     script.write_text(SWEEP)
     command = [sys.executable, str(script), str(run), str(store)]
-    # A file, not a pipe, which workers would keep open; a session of its own, so that Ctrl-C can be sent to all of it.
+    # A session of its own, so that Ctrl-C can be sent to all of it.
     with (store.parent / "errors").open("w") as errors:
-        return subprocess.Popen(command, stderr=errors, text=True, start_new_session=True)
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.02)
-
-
-def running(processes: list[psutil.Process]) -> bool:
-    return any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
 
 
 @pytest.mark.parametrize("whom", ["one worker", "all workers", "the parent"])
 def test_killed_in_the_middle_nothing_is_lost(long_run, tmp_path, whom):
     store = RunStore(tmp_path / "store")
-    parent = sweep(long_run, store.folder)
-    wait_for(lambda: len(store.steps()) >= 3)
-    children = psutil.Process(parent.pid).children(recursive=True)
-    workers = [child for child in children if any("LokyProcess" in word for word in child.cmdline())]
-    assert len(workers) == 2
-    for process in {"one worker": workers[:1], "all workers": workers, "the parent": [parent]}[whom]:
-        process.kill()
-    parent.wait(timeout=60)
-    wait_for(lambda: not running(children))
+    with sweep(long_run, store.folder) as parent:
+        next_lines(parent, 3)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        workers = [child for child in children if any("LokyProcess" in word for word in child.cmdline())]
+        assert len(workers) == 2
+        for process in {"one worker": workers[:1], "all workers": workers, "the parent": [parent]}[whom]:
+            process.kill()
+    until_ended(children)
     done = store.steps()
     assert 3 <= len(done) < COUNT
     errors = (tmp_path / "errors").read_text().strip().splitlines()
@@ -189,23 +287,24 @@ def test_killed_in_the_middle_nothing_is_lost(long_run, tmp_path, whom):
     assert len(pd.read_parquet(store.steps_folder)) == COUNT * HEADS * 2
 
 
-def test_interrupted_the_workers_end_too(long_run, tmp_path):
+def test_interrupted_the_workers_end_too(long_run, tmp_path, heard_interrupts):
     store = RunStore(tmp_path / "store")
-    parent = sweep(long_run, store.folder)
-    wait_for(lambda: len(store.steps()) >= 3)
-    children = psutil.Process(parent.pid).children(recursive=True)
-    # As a terminal does: to the whole group at once.
-    os.killpg(parent.pid, signal.SIGINT)
-    parent.wait(timeout=60)
-    wait_for(lambda: not running(children))
+    with sweep(long_run, store.folder) as parent:
+        next_lines(parent, 3)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        # As a terminal does: to the whole group at once.
+        os.killpg(parent.pid, signal.SIGINT)
+    until_ended(children)
     assert 3 <= len(store.steps()) < COUNT
     assert len(re.findall("^KeyboardInterrupt", (tmp_path / "errors").read_text(), flags=re.MULTILINE)) <= 1
 
 
 def test_two_sweeps_at_once_end_with_every_row_once(long_run, tmp_path):
     store = RunStore(tmp_path / "store")
-    both = [sweep(long_run, store.folder) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    with sweep(long_run, store.folder) as one, sweep(long_run, store.folder) as other:
+        for process in (one, other):
+            next_lines(process, COUNT)
+    assert (one.returncode, other.returncode) == (0, 0)
     table = store.table()
     assert len(table) == COUNT * HEADS * 2
     assert not table.duplicated(["step", "stack", "layer", "head", "circuit"]).any()

@@ -2,11 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,8 @@ from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError, open_
 from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.circuits.reading.saved_format import save_checkpoint
 from safetensors.torch import save_file
+
+from tests.waiting import next_lines, tell
 
 STEPS = (0, 10, 200, 1000)
 
@@ -93,7 +93,7 @@ def test_every_row_is_dense_algebra_of_the_files(tmp_path):
         assert row["effective_ratio"] == pytest.approx(speeds["QK"] / speeds["OV"], rel=1e-9)
 
 
-def test_task_directions_are_the_reference_where_given(tmp_path):
+def test_task_directions_are_the_reference_where_given_also_as_a_sweep_is_resumed(tmp_path):
     generator = torch.Generator().manual_seed(9)
     directions = {name: torch.randn(6, 6, generator=generator, dtype=torch.float64) for name in ("QK", "OV")}
     named = TaskDirections("mine", {name: Circuit(direction) for name, direction in directions.items()})
@@ -103,6 +103,15 @@ def test_task_directions_are_the_reference_where_given(tmp_path):
         R = directions[row["circuit"]].numpy()
         assert row["reference_scale"] == pytest.approx((C * R).sum() / (R * R).sum(), rel=1e-9)
         assert row["reference"] == "mine"
+    assert track(tmp_path / "run", tmp_path / "store", directions=named).kept == list(STEPS)
+    write_run(tmp_path / "run", [2000])
+    again = track(tmp_path / "run", tmp_path / "store", directions=named)
+    assert (again.measured, again.kept) == ([2000], list(STEPS))
+    assert set(again.store.table()["reference"]) == {"mine"}
+    assert again.store.description()["reference_step"] is None
+    other = TaskDirections("mine", {name: Circuit(2 * direction) for name, direction in directions.items()})
+    with pytest.raises(CallError, match="was made with another settings"):
+        track(tmp_path / "run", tmp_path / "store", directions=other)
     wrong = TaskDirections("wrong", {name: Circuit(torch.zeros(5, 6)) for name in ("QK", "OV")})
     with pytest.raises(CallError, match=r"must have the circuit's shape \[2, 6, 6\].* got \[5, 6\]"):
         track(tmp_path / "run", tmp_path / "other", directions=wrong)
@@ -257,35 +266,34 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
     assert track(run, tmp_path / "store").measured == [200, 1000]
 
 
-SLOW_TRACK = textwrap.dedent(
+STEPPED_TRACK = textwrap.dedent(
     """
-    import sys, time
+    import sys
     from qkov.analyses.trajectories import track
-    track(sys.argv[1], sys.argv[2], progress=lambda *_: time.sleep(float(sys.argv[3])))
+    def progress(done, count, step, is_new):
+        print(step, flush=True)
+        sys.stdin.readline()
+    track(sys.argv[1], sys.argv[2], progress=progress)
     """
 )
 
 
-def start_tracking(run, store, pause):
-    return subprocess.Popen([sys.executable, "-c", SLOW_TRACK, str(run), str(store), str(pause)])
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened in time"
-        time.sleep(0.02)
+def start_tracking(run, store):
+    """A sweep that prints each step once it is done, and waits to be told before it goes on."""
+    command = [sys.executable, "-c", STEPPED_TRACK, str(run), str(store)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def test_killed_in_the_middle_and_run_again_it_completes_without_measuring_twice(tmp_path):
     run = write_run(tmp_path / "run", range(0, 200, 10))
     store = RunStore(tmp_path / "store")
-    process = start_tracking(run, store.folder, 0.2)
-    wait_for(lambda: store.steps_folder.exists() and len(store.steps()) >= 3)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with start_tracking(run, store.folder) as process:
+        for _ in range(3):
+            next_lines(process)
+            tell(process)
+        process.kill()
     done = store.steps()
-    assert 3 <= len(done) < 20
+    assert 3 <= len(done) <= 4
     times = {step: store.path(step).stat().st_mtime_ns for step in done}
     again = track(run, store.folder)
     assert again.kept == done
@@ -296,8 +304,13 @@ def test_killed_in_the_middle_and_run_again_it_completes_without_measuring_twice
 
 def test_two_at_once_end_with_every_row_once(tmp_path):
     run = write_run(tmp_path / "run", range(0, 100, 10))
-    both = [start_tracking(run, tmp_path / "store", 0.01) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
+    with start_tracking(run, tmp_path / "store") as one, start_tracking(run, tmp_path / "store") as other:
+        for _ in range(10):
+            for process in (one, other):
+                next_lines(process)
+            for process in (one, other):
+                tell(process)
+    assert (one.returncode, other.returncode) == (0, 0)
     table = RunStore(tmp_path / "store").table()
     assert len(table) == 10 * 8
     assert not table.duplicated(["step", "stack", "layer", "head", "circuit"]).any()

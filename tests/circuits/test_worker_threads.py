@@ -108,12 +108,14 @@ def test_a_forked_process_has_threads_of_its_own(two_threads):
 
 def test_items_are_worked_on_side_by_side_and_come_in_order(two_threads):
     together = threading.Barrier(2)
+    has_ended = [threading.Event() for _ in range(6)]
 
     def job(number: int) -> tuple[int, int, str]:
         # Neither gets past the barrier alone; the later one is done first.
         together.wait(60)
         if number % 2 == 0:
-            time.sleep(0.05)
+            assert has_ended[number + 1].wait(60)
+        has_ended[number].set()
         return number, torch.get_num_threads(), threading.current_thread().name
 
     numpys = numpy_threads()
@@ -141,26 +143,34 @@ def test_no_more_items_are_there_than_are_worked_on(two_threads):
         for _ in range(20):
             yield made()
 
-    side_by_side(lambda _: time.sleep(0.002), items())
+    together = threading.Barrier(2)
+    side_by_side(lambda _: together.wait(60), items())
     assert len(most) == 20
     assert max(most) == 2
 
 
 def test_after_an_error_no_more_are_begun_and_nothing_works_on(two_threads):
     begun, ended = [], []
+    has_other_begun, fails = threading.Event(), threading.Event()
 
     def job(number: int) -> None:
         begun.append(number)
-        time.sleep(0.02)
         if number == 3:
+            assert has_other_begun.wait(60)
+            fails.set()
             raise ValueError("of item 3")
-        time.sleep(0.1)
+        if number == 4:
+            has_other_begun.set()
+            assert fails.wait(60)
+        if number >= 4:
+            # Work: no event tells a job that the error has been noticed.
+            time.sleep(0.1)
         ended.append(number)
 
     numpys = numpy_threads()
     with pytest.raises(ValueError, match="of item 3"):
         side_by_side(job, range(50))
-    assert len(begun) <= 6
+    assert len(begun) < 50
     assert sorted([*ended, 3]) == sorted(begun)
     assert numpy_threads() == numpys
 
@@ -174,19 +184,21 @@ def test_an_error_in_what_brings_the_items_is_the_caller_s(two_threads):
         side_by_side(lambda number: number, items())
 
 
-def test_an_interrupt_waits_for_what_was_begun(two_threads):
+def test_an_interrupt_waits_for_what_was_begun(two_threads, heard_interrupts):
     begun, ended = [], []
 
     def job(number: int) -> None:
         begun.append(number)
         if number == 2:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(0.05)
+        if number >= 2:
+            # Work: no event tells a job that the interrupt has been noticed.
+            time.sleep(0.1)
         ended.append(number)
 
     with pytest.raises(KeyboardInterrupt):
         side_by_side(job, range(50))
-    assert len(begun) <= 6
+    assert len(begun) < 50
     assert sorted(begun) == sorted(ended)
 
 
@@ -223,6 +235,7 @@ def test_items_are_taken_by_one_thread_at_a_time(two_threads):
             if not self.left:
                 raise StopIteration
             self.is_taken = True
+            # Time for the other thread to come in, which no event tells of as long as it does not.
             time.sleep(0.005)
             self.left, self.is_taken = self.left - 1, False
             return self.left
@@ -233,17 +246,18 @@ def test_items_are_taken_by_one_thread_at_a_time(two_threads):
 def test_many_threads_are_shared_by_a_few_items(two_threads):
     torch.set_num_threads(2 * ITEMS_AT_ONCE + 1)
     running, most, lock = [], [], threading.Lock()
+    together = threading.Barrier(ITEMS_AT_ONCE)
 
     def job(_: int) -> int:
         with lock:
             running.append(1)
             most.append(len(running))
-        time.sleep(0.02)
+        together.wait(60)
         with lock:
             running.pop()
         return torch.get_num_threads()
 
-    assert side_by_side(job, range(20)) == [2] * 20
+    assert side_by_side(job, range(5 * ITEMS_AT_ONCE)) == [2] * 5 * ITEMS_AT_ONCE
     assert max(most) == ITEMS_AT_ONCE
     assert torch.get_num_threads() == 2 * ITEMS_AT_ONCE + 1
 
