@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from .strangers import write_stand_ins
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Small matrices gain nothing from threads, and tests that run beside others lose by them.
 torch.set_num_threads(1)
@@ -27,6 +29,14 @@ def shared_data() -> Path:
     if os.environ.get("CI"):
         pytest.fail(f"no real files at {SHARED}: CI has to lay them there")
     pytest.skip(f"no real files at {SHARED}")
+
+
+@pytest.fixture(params=["stand-ins", "real files"])
+def strangers(request, tmp_path) -> Path:
+    """The folder of checkpoints that others saved: the real ones, and small ones of the same names and layouts."""
+    if request.param == "real files":
+        return request.getfixturevalue("shared_data") / "checkpoints"
+    return write_stand_ins(tmp_path / "checkpoints")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from qkov.analyses.trajectories.process_state import restored_process
 from qkov.circuits import AttentionWeights, QkovError
 from qkov.circuits.reading.saved_format import save_checkpoint
 
-from tests.waiting import next_lines, until_ended
+from ..waiting import next_lines, until_ended
 
 STEPS = (0, 10, 200, 1000)
 #: Of the longer run: checkpoints, and heads of each.

@@ -21,7 +21,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ import transformers
 from qkov.probes import AttentionProbe
 from tokenizers import Tokenizer, models
 from torch import nn
+
+from .memory import held_bytes, peak_bytes, reset_peak
 
 TOKENS, LAYERS, HEADS, VOCABULARY = 256, 12, 12, 50257
 LAYER_MAP_BYTES = 4 * HEADS * TOKENS**2
@@ -121,12 +122,6 @@ def times(kind: str, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def memory_bytes(kind: str) -> int:
-    """What this process holds (VmRSS), or the most that it held (VmHWM)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
-    return 1024 * int(line.split()[1])
-
-
 def print_peak(kind: str, way: str) -> None:
     """Print how far the peak of one call rises above what is held before."""
     with opened(kind, 1000) as model, torch.no_grad():
@@ -135,10 +130,10 @@ def print_peak(kind: str, way: str) -> None:
         called[way]()
         called[way]()
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
-        before = memory_bytes("VmRSS")
+        reset_peak()
+        before = held_bytes()
         called[way]()
-        print(memory_bytes("VmHWM") - before)
+        print(peak_bytes() - before)
 
 
 def peak(kind: str, way: str) -> int:

@@ -11,13 +11,14 @@ import argparse
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from .memory import peak_bytes
 
 #: transformers' config class and sizes; the vocabulary too, since both are loaded whole by TransformerLens.
 MODELS = {
@@ -144,10 +145,9 @@ def started() -> float:
 
 
 def report(start: float, result: float) -> None:
-    """Print what the parent reads: seconds, peak resident memory of the process in MB, and a figure to compare."""
+    """Print what the parent reads: seconds, the peak resident memory of this process in MB, and a number to compare."""
     elapsed = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"seconds": elapsed, "peak": peak, "result": result}), flush=True)
+    print(json.dumps({"seconds": elapsed, "peak": peak_bytes() / 2**20, "result": result}), flush=True)
 
 
 def measured(task: str, folder: Path) -> dict[str, float]:

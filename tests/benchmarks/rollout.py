@@ -13,10 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from qkov.analyses.attention import FusedMaps
+
+from .memory import held_bytes, peak_bytes, reset_peak
 
 TOKENS, LAYERS, HEADS = 1024, 12, 12
 MAP_BYTES = 4 * TOKENS**2
@@ -70,12 +71,6 @@ def times(repeats: int) -> dict[str, float]:
     return {name: 1000 * statistics.median(found) for name, found in seconds.items()} | {"fusing heads": 1000 * fusing}
 
 
-def memory_bytes(kind: str) -> int:
-    """What this process holds (VmRSS), or the most that it held (VmHWM)."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
-    return 1024 * int(line.split()[1])
-
-
 def print_memory() -> None:
     """Print how far the peak rises above one layer's maps until the row is there, in fused maps."""
     # Scratch that a first call of each operation takes for good.
@@ -83,13 +78,13 @@ def print_memory() -> None:
     small(0, torch.ones(1, HEADS, 8, 8))
     small.row(torch.tensor([7]))
     maps = layer_maps(torch.Generator().manual_seed(0))
-    before = memory_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = held_bytes()
+    reset_peak()
     kept = FusedMaps(torch.ones(1, TOKENS, dtype=torch.bool))
     for layer in range(LAYERS):
         kept(layer, maps)
     kept.row(torch.tensor([TOKENS - 1]))
-    print((memory_bytes("VmHWM") - before) / MAP_BYTES)
+    print((peak_bytes() - before) / MAP_BYTES)
 
 
 def main() -> None:

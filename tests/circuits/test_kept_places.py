@@ -198,6 +198,7 @@ def test_threads_that_want_the_same_at_once_fetch_it_once(served, kept, monkeypa
 
     def slowly(place, ranges):
         fetched.append(place.name)
+        # Time for the others to come and wait for the lock, which no event tells of.
         time.sleep(0.2)
         return real(place, ranges)
 
@@ -211,7 +212,7 @@ def test_threads_that_want_the_same_at_once_fetch_it_once(served, kept, monkeypa
 
 STUCK = textwrap.dedent(
     """
-    import sys, time
+    import sys, threading
     from pathlib import Path
     from qkov.circuits.storage.kept import KeptPlace
     from qkov.circuits.storage.address import place_of
@@ -220,7 +221,7 @@ STUCK = textwrap.dedent(
 
     def never(place, ranges):
         print("begun", flush=True)
-        time.sleep(600)
+        threading.Event().wait()
 
     RemotePlace.fetch = never
     open_weights(KeptPlace(place_of(sys.argv[1]), Path(sys.argv[2]))).read(["a"])

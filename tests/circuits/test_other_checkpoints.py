@@ -312,15 +312,15 @@ def test_meta_s_stretched_positions_are_transformers_llama3(tmp_path):
     assert rotary.frequencies == pytest.approx(expected, rel=1e-6)
 
 
-# Real files
+# Checkpoints of strangers
 
 
 @pytest.mark.parametrize(
     ("file", "layers", "heads"),
     [("brackets/brackets_model_state_dict.pt", 3, 2), ("induction/induction_head_infinite.pth", 2, 4)],
 )
-def test_a_stranger_s_checkpoint_is_read_as_its_mapping_says(file, layers, heads, shared_data, request):
-    path = shared_data / "checkpoints" / file
+def test_a_stranger_s_checkpoint_is_read_as_its_mapping_says(file, layers, heads, strangers, request):
+    path = strangers / file
     mapping = read_mapping(request.config.rootpath / "tests" / "data" / f"{path.parent.name}.toml")
     found, told = list(open_checkpoint(path).layers()), list(open_checkpoint(path, mapping).layers())
     assert [(weights.layer, weights.heads) for weights in found] == [(layer, heads) for layer in range(layers)]

@@ -11,23 +11,21 @@ class Readings:
 
     def __init__(self, count: int) -> None:
         self.begun: list[int] = []
+        self._changes = threading.Condition()
         self.let = [threading.Event() for _ in range(count)]
         self.jobs = [lambda number=number: self.read(number) for number in range(count)]
 
     def read(self, number: int) -> int:
-        self.begun.append(number)
+        with self._changes:
+            self.begun.append(number)
+            self._changes.notify_all()
         assert self.let[number].wait(timeout=10)
         return number
 
-
-def until(condition) -> None:
-    """Wait for what another thread does."""
-    waiting = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        waiting.wait(0.01)
-    pytest.fail("it did not happen within ten seconds")
+    def wait_until_begun(self, count: int) -> None:
+        with self._changes:
+            assert self._changes.wait_for(lambda: len(self.begun) >= count, timeout=60)
+        assert len(self.begun) == count
 
 
 def test_the_next_is_begun_while_one_is_in_use_and_no_more():
@@ -38,10 +36,10 @@ def test_the_next_is_begun_while_one_is_in_use_and_no_more():
     assert next(coming) == 0
     assert readings.begun == [0]
     assert next(coming) == 1
-    until(lambda: len(readings.begun) == 3)
+    readings.wait_until_begun(3)
     assert readings.begun == [0, 1, 2]
     assert next(coming) == 2
-    until(lambda: len(readings.begun) == 4)
+    readings.wait_until_begun(4)
     readings.let[3].set()
     assert list(coming) == [3]
 
