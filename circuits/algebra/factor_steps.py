@@ -92,7 +92,7 @@ def measure_step(
     # Squares of norms may leave the range of float64 even if the norms do not.
     along_exact, along_omega = _of_norm_one(exact, exact_norm), _of_norm_one(omega, omega_norm)
     taken_along_exact = -taken.inner(along_exact)
-    figures = {
+    values = {
         "gradient_disagreement": gradient_disagreement(factors, gradients),
         "exact_step_norm": exact_norm,
         "omega_step_norm": omega_norm,
@@ -103,8 +103,8 @@ def measure_step(
         "taken_omega_cosine": -taken.inner(along_omega) / taken_norm,
         "taken_rate": taken_along_exact / exact_norm,
     }
-    has_gradient = (figures["gradient_disagreement"] <= LARGEST_DISAGREEMENT) & of_product
-    return figures | {name: torch.where(has_gradient, figures[name], torch.nan) for name in OMEGA_QUANTITIES}
+    has_gradient = (values["gradient_disagreement"] <= LARGEST_DISAGREEMENT) & of_product
+    return values | {name: torch.where(has_gradient, values[name], torch.nan) for name in OMEGA_QUANTITIES}
 
 
 def exact_step_of(factors: Circuit, gradients: Circuit) -> Circuit:

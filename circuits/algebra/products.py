@@ -66,23 +66,6 @@ def at_home(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.device.type == "mps" else tensor
 
 
-class _Blocks:
-    """A batch of matrices, read as blocks in float64 in scratch memory that stays in cache."""
-
-    def __init__(self, matrices: Tensor, step: int) -> None:
-        self.matrices, self.step = matrices, step
-        converted = matrices.dtype == torch.float64
-        self.scratch = None if converted else torch.empty_like(matrices[:step], dtype=torch.float64)
-
-    def __getitem__(self, start: int) -> Tensor:
-        block = self.matrices[start : start + self.step]
-        return block if self.scratch is None else self.scratch[: len(block)].copy_(block)
-
-
-def _flatten(matrices: Tensor, batch: torch.Size) -> Tensor:
-    return matrices.expand(*batch, *matrices.shape[-2:]).reshape(math.prod(batch), *matrices.shape[-2:])
-
-
 def difference_factors(
     left: Float64[Tensor, "*#batch rows rank"],
     right: Float64[Tensor, "*#batch rank columns"],
@@ -125,3 +108,20 @@ def joined(first: Tensor, second: Tensor, dim: int) -> Tensor:
     """Join two factors side by side (dim -1) or on top of each other (dim -2), broadcasting their batch dimensions."""
     batch = broadcast_shapes(first.shape[:-2], second.shape[:-2])
     return torch.cat([factor.expand(*batch, *factor.shape[-2:]) for factor in (first, second)], dim=dim)
+
+
+class _Blocks:
+    """A batch of matrices, read as blocks in float64 in scratch memory that stays in cache."""
+
+    def __init__(self, matrices: Tensor, step: int) -> None:
+        self.matrices, self.step = matrices, step
+        converted = matrices.dtype == torch.float64
+        self.scratch = None if converted else torch.empty_like(matrices[:step], dtype=torch.float64)
+
+    def __getitem__(self, start: int) -> Tensor:
+        block = self.matrices[start : start + self.step]
+        return block if self.scratch is None else self.scratch[: len(block)].copy_(block)
+
+
+def _flatten(matrices: Tensor, batch: torch.Size) -> Tensor:
+    return matrices.expand(*batch, *matrices.shape[-2:]).reshape(math.prod(batch), *matrices.shape[-2:])

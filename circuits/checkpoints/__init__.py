@@ -1,1 +1,1 @@
-"""Named tensors of checkpoint files, and runs of checkpoints over training steps."""
+"""The named tensors of checkpoint files, and runs of checkpoints over training steps."""

@@ -48,7 +48,7 @@ def unreadable_collection(folder: Place, names: list[str]) -> str | None:
 
 
 def parts_without_index(names: list[str]) -> str | None:
-    """Return what a folder holds if its files of weights are no models by themselves, or None."""
+    """Return what a folder holds if none of its files of weights is a whole model, or None."""
     shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
     if shards:
         index = f"{shards[0][1]}.{shards[0][3]}.index.json"

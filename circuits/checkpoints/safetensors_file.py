@@ -1,4 +1,4 @@
-"""Safetensors files, read by their byte ranges: the header first, then the tensors that are asked for."""
+"""Safetensors files, read by byte ranges: the header first, then the requested tensors."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..errors import QkovError
 from ..storage.places import LocalPlace, Place
 from .tensor_file import TensorFile
 
-#: Larger headers are taken for damage, as safetensors itself does.
+#: Larger headers count as damage, as in safetensors itself.
 LARGEST_HEADER = 100_000_000
 
 _DTYPES = {
@@ -42,7 +42,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor lies in the file."""
+    """Where a tensor is in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,13 +51,13 @@ class _Stored:
 
 
 class SafetensorsFile(TensorFile):
-    """A safetensors file anywhere: the header is read at once, the bytes of a tensor when it is asked for."""
+    """A local or remote safetensors file; the header is read when it is opened, a tensor when it is requested."""
 
     def __init__(self, place: Place) -> None:
         """Read the header.
 
         Raises:
-            QkovError: the file is no safetensors file, is cut short, or its header does not agree with itself.
+            QkovError: The file is not a safetensors file, was cut short, or has an inconsistent header.
         """
         super().__init__(place.address)
         self._place, self._version = place, place.version()
@@ -69,17 +69,17 @@ class SafetensorsFile(TensorFile):
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of those names; no other bytes of the file are read.
+        """Return the tensors with these names; no other bytes of the file are read.
 
         Raises:
-            QkovError: a tensor has a dtype that torch does not have, the bytes cannot be read, or the file was written
+            QkovError: A tensor has a dtype that torch does not have, the bytes cannot be read, or the file was written
                 again since it was opened.
         """
         wanted = {name: self._stored[name] for name in names}
         for name, stored in wanted.items():
             if stored.dtype not in _DTYPES:
                 raise QkovError(
-                    f"{name} in {self.address} is of dtype {stored.dtype}, which cannot be read; "
+                    f"{name} in {self.address} has dtype {stored.dtype}, which cannot be read; "
                     f"convert it to one of {', '.join(_DTYPES)}"
                 )
         self._place.demand_version(self._version)
@@ -92,30 +92,30 @@ class SafetensorsFile(TensorFile):
 
 
 def _tensor(content: np.ndarray, dtype: torch.dtype) -> Tensor:
-    # Bytes that are none have no stride by which torch could view them.
+    # torch cannot view an empty array as another dtype.
     return torch.from_numpy(content).view(dtype) if content.size else torch.empty(0, dtype=dtype)
 
 
 def _read_header(place: Place) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin."""
+    """Return the header, and the byte at which the tensors begin."""
     size = place.size()
     if size is not None and size < 8:
         raise _damaged(place, f"it has {size} bytes, fewer than the length of a header")
     length = int.from_bytes(place.read_bytes(0, 8), "little")
     if length > LARGEST_HEADER or (size is not None and 8 + length > size):
-        raise _damaged(place, f"its header would be of {length} bytes")
+        raise _damaged(place, f"its header would have {length} bytes")
     try:
         header = json.loads(place.read_bytes(8, 8 + length))
     except (ValueError, RecursionError) as error:
-        raise _damaged(place, "its header is no JSON") from error
+        raise _damaged(place, "its header is not JSON") from error
     if not isinstance(header, dict):
-        raise _damaged(place, "its header is no table of tensors")
+        raise _damaged(place, "its header is not a table of tensors")
     return header, 8 + length
 
 
 def _metadata(entry: Any, place: Place) -> dict[str, str]:
     if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
-        raise _damaged(place, "its metadata is no table of strings")
+        raise _damaged(place, "its metadata is not a table of strings")
     return entry
 
 
@@ -124,28 +124,28 @@ def _stored(name: str, entry: Any, begin: int, place: Place) -> _Stored:
         dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
         start, stop = (begin + int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(place, f"its header does not say where {name} lies") from error
+        raise _damaged(place, f"its header does not say where {name} is") from error
     if min((*shape, start - begin, stop - start)) < 0:
         raise _damaged(place, f"{name} has shape {list(shape)} and offsets {start - begin} to {stop - begin}")
     if dtype in _DTYPES and stop - start != prod(shape) * _DTYPES[dtype].itemsize:
-        raise _damaged(place, f"{name} of shape {list(shape)} and dtype {dtype} is given {stop - start} bytes")
+        raise _damaged(place, f"{name} of shape {list(shape)} and dtype {dtype} has {stop - start} bytes")
     return _Stored(dtype, shape, start, stop)
 
 
 def _demand_whole(stored: dict[str, _Stored], begin: int, place: Place) -> None:
-    """The tensors lie side by side and end where the file does."""
+    """Refuse tensors that do not follow each other without gaps up to the end of the file."""
     end = begin
     for name, tensor in sorted(stored.items(), key=lambda item: (item[1].start, item[1].stop)):
         if tensor.start != end:
-            raise _damaged(place, f"{name} begins at byte {tensor.start}, and what lies before it ends at {end}")
+            raise _damaged(place, f"{name} begins at byte {tensor.start}, but the tensor before it ends at {end}")
         end = tensor.stop
     size = place.size()
     if size is not None and size != end:
-        raise _damaged(place, f"it has {size} bytes and its tensors end at {end}")
+        raise _damaged(place, f"it has {size} bytes, but its tensors end at {end}")
 
 
 def _damaged(place: Place, why: str) -> QkovError:
     return QkovError(
-        f"{place.address} cannot be read as safetensors ({why}): it is cut short or is another kind of file; "
+        f"{place.address} cannot be read as safetensors ({why}): it was cut short or is another kind of file; "
         f"copy it again"
     )

@@ -1,4 +1,4 @@
-"""Weights that an index spreads over several files; a file is opened when a tensor of it is asked for."""
+"""Weights that an index distributes over several files, each opened when one of its tensors is requested."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,18 +17,18 @@ class ShardedWeights(TensorFile):
     """The tensors that a `*.index.json` names, each in one of the files beside it.
 
     Attributes:
-        shard_of: the name of the file that holds each tensor.
+        shard_of: The name of the file that holds each tensor.
     """
 
     def __init__(self, index: Place, trust_pickle: bool = False) -> None:
         """Read the index.
 
         Args:
-            index: the place of the index.
-            trust_pickle: let PyTorch files run the code that they name.
+            index: The place of the index.
+            trust_pickle: Let PyTorch files run the code that they name.
 
         Raises:
-            QkovError: the index is damaged, points out of its folder, or names a file that is missing.
+            QkovError: The index is damaged, points outside its folder, or names a file that is missing.
         """
         super().__init__(index.address)
         self._folder, self._trust_pickle = _folder(index), trust_pickle
@@ -43,32 +43,32 @@ class ShardedWeights(TensorFile):
         self.shapes = _Shapes(self)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of those names, file by file.
+        """Return the tensors with these names, file by file.
 
         Raises:
-            QkovError: a file is missing, damaged, or does not hold what the index says.
+            QkovError: A file is missing or damaged, or does not hold what the index says.
         """
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shard_of[name], []).append(name)
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for members in by_shard.values():
-            found |= self.holder(members).read(members)
-        return {name: found[name] for name in names}
+            tensors |= self.holder(members).read(members)
+        return {name: tensors[name] for name in names}
 
     def holder(self, names: Sequence[str]) -> TensorFile:
-        """Return the file that holds these tensors, which the index puts in one.
+        """Return the file that holds these tensors, which the index puts into one file.
 
         Raises:
-            QkovError: the file is missing, damaged, was written again since the index was read, or does not hold one of
-                them.
+            QkovError: The file is missing or damaged, was written again since the index was read, or does not hold one
+                of the tensors.
         """
         shard = self.shard_of[names[0]]
         if shard not in self._opened:
             place = self._folder.child(shard)
             if not place.is_file():
                 raise self._missing(shard)
-            # Opened one after the other, they have to be of one moment all the same.
+            # The shards are opened one after another, but must all be from the same save.
             place.demand_version(self._versions[shard])
             self._opened[shard] = (
                 SafetensorsFile(place) if place.suffix == ".safetensors" else TorchFile(place, self._trust_pickle)
@@ -76,17 +76,17 @@ class ShardedWeights(TensorFile):
         for name in names:
             if name not in self._opened[shard].shapes:
                 raise QkovError(
-                    f"{self.address} says that {shard} holds {name}, and it does not: they are of different models; "
-                    f"copy all of one"
+                    f"{self.address} says that {shard} holds {name}, but it does not: they belong to different models; "
+                    f"copy all files of one model"
                 )
         return self._opened[shard]
 
     def _missing(self, shard: str) -> QkovError:
-        return QkovError(f"{self._folder.child(shard)} is missing, and {self.address} names it: copy it as well")
+        return QkovError(f"{self._folder.child(shard)} is missing, but {self.address} names it; copy it as well")
 
 
 class _Shapes(Mapping[str, tuple[int, ...]]):
-    """The shapes of tensors, looked up in their file when asked for."""
+    """The shapes of tensors, looked up in their file when they are requested."""
 
     def __init__(self, weights: ShardedWeights) -> None:
         self._weights = weights
@@ -105,23 +105,23 @@ def read_index(index: Place) -> dict[str, str]:
     """Return the name of the file that holds each tensor.
 
     Raises:
-        QkovError: the index is damaged or empty, or points out of its folder.
+        QkovError: The index is damaged or empty, or points outside its folder.
     """
     try:
         table = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise QkovError(
-            f"{index.address} is no index: expected JSON with a weight_map; it is cut short; copy it again"
+            f"{index.address} is not an index: expected JSON with a weight_map; it was cut short; copy it again"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(shard, str) for shard in table.values()) or not table:
         raise QkovError(f"{index.address} names no tensors: expected a weight_map from names to files; copy it again")
     for name, shard in table.items():
-        # As any system would read it: an index is written by others.
+        # An index may come from anyone, so its paths are checked as any operating system would read them.
         paths = PurePosixPath(shard), PureWindowsPath(shard)
         if any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths) or "://" in shard:
             raise QkovError(
-                f"{index.address} points out of its folder: it says that {name} is in {shard}, which is refused; "
-                f"put the files beside the index and name them so"
+                f"{index.address} points outside its folder: it says that {name} is in {shard}, which is refused; "
+                f"put the files beside the index and correct their names in the index"
             )
     return table
 
@@ -129,5 +129,5 @@ def read_index(index: Place) -> dict[str, str]:
 def _folder(index: Place) -> Place:
     folder = index.parent
     if folder is None:
-        raise QkovError(f"{index.address} lies in no folder, so that its files cannot be found")
+        raise QkovError(f"{index.address} is not in a folder, so its files cannot be found")
     return folder

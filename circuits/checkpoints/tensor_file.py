@@ -1,4 +1,4 @@
-"""Weights as a flat table of named tensors, whatever file, folder or place they come from."""
+"""Weights as a flat table of named tensors, whatever file, folder or address they come from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,25 +8,28 @@ from torch import Tensor
 
 from ..errors import QkovError
 
-#: What the names of files of weights end in.
+#: The extensions of files of weights.
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 
-#: A value that stands beside the tensors of a file: n_head, a loss, the name of an activation.
+#: What is appended to the name of a quantised weight to name its scales.
+_SCALES = ("_scale_inv", "_scale")
+
+#: A value beside the tensors of a file: n_head, a loss, the name of an activation.
 Plain = bool | int | float | str
 
 
 class TensorFile(ABC):
-    """A flat table of named tensors; no tensor is read before it is asked for.
+    """A flat table of named tensors; no tensor is read before it is requested.
 
     Attributes:
-        address: the path or URL, as messages tell it.
-        shapes: of every tensor by name; names of nested dictionaries are joined with dots.
-        metadata: of a safetensors file.
-        values: plain values beside the tensors, such as `model_args.n_head`, names joined with dots.
-        config: what says the model's numbers, or None.
-        config_origin: where the config stood: "config.json", "model_args in the file" and so on.
-        partial: that the file is but a part of a model, in words; None where it is not.
-        waits: whether reading waits for a network, so that it is worth reading what comes next meanwhile.
+        address: The path or URL, as it appears in messages.
+        shapes: The shape of every tensor by name; names of nested dictionaries are joined with dots.
+        metadata: The metadata of a safetensors file.
+        values: Plain values beside the tensors, such as `model_args.n_head`, with names joined by dots.
+        config: The model's dimensions and settings, or None.
+        config_origin: Where the config was found: "config.json", "model_args in the file" and so on.
+        partial: A sentence that says so if the file is only a part of a model, or None.
+        waits: Whether reading waits for a network, so that it pays to read the next tensors in the meantime.
     """
 
     waits = False
@@ -34,7 +37,7 @@ class TensorFile(ABC):
     shapes: Mapping[str, tuple[int, ...]]
 
     def __init__(self, address: str) -> None:
-        """Begin with a table that holds nothing."""
+        """Start with an empty table."""
         self.address = address
         self.shapes = {}
         self.metadata: dict[str, str] = {}
@@ -54,50 +57,67 @@ class TensorFile(ABC):
 
     @abstractmethod
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of those names, on the CPU and as they are stored.
+        """Return the tensors with these names, on the CPU and as they are stored.
 
-        Asked for several at once, so that one request can bring what lies side by side.
+        Several tensors are requested at once, so that one request can cover those that are next to each other.
 
         Raises:
-            QkovError: the place cannot be reached, or the file is not what its header or index says.
+            QkovError: The file cannot be reached, or does not match its header or index.
         """
 
 
 def in_memory(tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor of a model without its gradient, on the CPU.
+    """Return a model's tensor without its gradient, on the CPU.
+
+    Args:
+        tensor: The tensor.
+        name: Its name, for messages.
 
     Raises:
-        QkovError: it has no values here.
+        QkovError: The tensor has no values in memory, or is distributed over processes.
     """
     if tensor.is_meta:
         raise QkovError(
-            f"{name} has no values in memory (device meta): it was not loaded, or is kept on the disk; "
+            f"{name} has no values in memory (device meta): it was not loaded, or was offloaded to disk; "
             f"load the model without a device map"
         )
     if hasattr(tensor, "full_tensor"):
         raise QkovError(
-            f"{name} is spread over processes (DTensor): gather it first (full_tensor), or open a checkpoint instead"
+            f"{name} is distributed over processes (DTensor): gather it first (full_tensor), or open a checkpoint"
         )
     return tensor.detach().cpu()
 
 
-#: What stands behind the name of a quantised weight for the factors that belong to it.
-_SCALES = ("_scale_inv", "_scale")
-
-
 def demand_no_adapters(names: Iterable[str], address: str) -> None:
-    """QkovError where LoRA adapters lie beside the weights to which they have to be added."""
+    """Refuse weights with LoRA adapters beside them, which have to be added to the weights first.
+
+    Args:
+        names: The names of the tensors.
+        address: Where they were found, for the message.
+
+    Raises:
+        QkovError: A name is that of an adapter.
+    """
     if any(".lora_" in name for name in names):
-        raise QkovError(f"{address} carries LoRA adapters beside its weights: merge them first (merge_and_unload)")
+        raise QkovError(f"{address} holds LoRA adapters beside its weights; merge them first (merge_and_unload)")
 
 
 def demand_unscaled(wanted: Iterable[str], names: Iterable[str], address: str) -> None:
-    """QkovError where one of the wanted tensors has scales of its own, as in files quantised to float8."""
-    there = set(names)
+    """Refuse tensors that have scales of their own, as in files quantised to float8.
+
+    Args:
+        wanted: The names of the tensors to be read.
+        names: The names of all tensors.
+        address: Where they were found, for the message.
+
+    Raises:
+        QkovError: One of the wanted tensors is quantised.
+    """
+    present = set(names)
     for name in wanted:
-        scale = next((name + end for end in _SCALES if name + end in there), None)
+        scale = next((name + end for end in _SCALES if name + end in present), None)
         if scale is not None:
             raise QkovError(
-                f"{name} of {address} is quantised: {scale} has its scales, and quantised weights are not read; "
-                f"load the model dequantised, in bfloat16 say, and save it again"
+                f"{name} of {address} is quantised (its scales are {scale}), and quantised weights cannot be read; "
+                f"load the model dequantised, for example in bfloat16, and save it again"
             )

@@ -15,22 +15,22 @@ from ..errors import QkovError, reason
 from ..storage.places import Place
 from .tensor_file import TensorFile, in_memory
 
-#: Dictionaries in which training scripts save the numbers of the model, in the order of trust.
+#: Dictionaries in which training scripts save the model's dimensions; the first one that is found counts.
 CONFIGS = ("model_args", "model_config", "config", "cfg", "hyper_parameters")
 
 
 class TorchFile(TensorFile):
-    """A file written by torch.save, its tensors mapped from the disk to the CPU."""
+    """A file written by torch.save, with its tensors mapped from the disk to the CPU."""
 
     def __init__(self, place: Place, trust_pickle: bool = False) -> None:
-        """Open the file; one that lies elsewhere is copied here first, and the copy goes when it is open.
+        """Open the file; a remote file is copied to this machine first, and the copy is removed once it is open.
 
         Args:
-            place: of the file.
-            trust_pickle: let the file run the code that it names. Only for files whose origin is known.
+            place: The place of the file.
+            trust_pickle: Let the file run the code that it names. Only for files whose origin is known.
 
         Raises:
-            QkovError: the file is no PyTorch file, is cut short, or wants to run code.
+            QkovError: The file is not a PyTorch file, was cut short, or wants to run code.
         """
         super().__init__(place.address)
         self._place, self._version = place, place.version()
@@ -51,12 +51,12 @@ class TorchFile(TensorFile):
         self.config, self.config_origin = _config(loaded)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of those names; sparse ones are filled with zeros.
+        """Return the tensors with these names; sparse tensors are filled with zeros.
 
         Raises:
-            QkovError: a tensor was saved without its values, or the file was written again since it was opened.
+            QkovError: A tensor was saved without its values, or the file was written again since it was opened.
         """
-        # A mapped tensor changes with the file, and one whose file was cut short kills the process that looks at it.
+        # A mapped tensor changes with the file, and reading one whose file was cut short kills the process.
         self._place.demand_version(self._version)
         mapped = {name: in_memory(self._tensors[name], f"{name} of {self.address}") for name in names}
         read = {
@@ -78,7 +78,7 @@ class TorchFile(TensorFile):
 
 
 def _config(loaded: Dictionary[Any, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """The first dictionary that says the model's numbers, as far as its values are plain."""
+    """Return the plain values of the first dictionary that states the model's dimensions, and where it was found."""
     for name in CONFIGS:
         if isinstance(loaded.get(name), Dictionary):
             plain = (bool, int, float, str, list, tuple, dict, type(None))
@@ -93,18 +93,20 @@ def _load(path: Path, address: str, trust_pickle: bool) -> Any:
     with path.open("rb") as file:
         pickled = file.read(1) == b"\x80"
     if not zipped and not pickled:
-        raise QkovError(f"{address} is no PyTorch file: it is neither a zip archive nor a pickle, or it was cut short")
+        raise QkovError(
+            f"{address} is not a PyTorch file: it is neither a zip archive nor a pickle, or it was cut short"
+        )
     try:
         with warnings.catch_warnings():
-            # What torch warns of in a foreign pickle comes as an error as well, and that one is told below.
+            # What torch warns about in a foreign pickle is also raised as an error, which is reported below.
             warnings.simplefilter("ignore")
-            # Files saved on another device (mps, cuda) open only when mapped to the CPU.
+            # Files saved on another device (mps, cuda) open only if they are mapped to the CPU.
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle, mmap=zipped)
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             raise QkovError(
                 f"{address} wants to run code while it loads ({_named_global(str(error))}), which is refused; "
-                f"if you know where the file comes from, allow it with --trust-pickle (trust_pickle=True)"
+                f"if you know the origin of the file, allow it with --trust-pickle (trust_pickle=True)"
             ) from error
         raise QkovError(f"{address} cannot be unpickled: it was cut short, or torch.save did not write it") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, ImportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Names without what compiling, sharding and checkpointing put between their parts."""
+"""Tensor names without the parts that compiling, sharding and activation checkpointing insert."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,23 +8,25 @@ from torch import Tensor
 from ..errors import QkovError
 from .tensor_file import TensorFile
 
-#: The wrappers of torch.compile, FullyShardedDataParallel and activation checkpointing, as they stand in names.
+#: The wrappers of torch.compile, FullyShardedDataParallel and activation checkpointing, as they appear in names.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def unwrapped(file: TensorFile) -> TensorFile:
-    """Return the same tensors by the names that they had before the model was wrapped; the file itself if it was not.
+    """Return the same tensors by the names that they had before the model was wrapped.
+
+    The file itself is returned if the model was not wrapped.
 
     Raises:
-        QkovError: two tensors would have the same name.
+        QkovError: Two tensors would have the same name.
     """
     stored: dict[str, str] = {}
     for name in file.shapes:
         plain = _WRAPPERS.sub("", name)
         if plain in stored:
             raise QkovError(
-                f"{file.address} holds the same weights twice, as {stored[plain]} and as {name}: "
-                f"say in a mapping file which to read (--map FILE.toml)"
+                f"{file.address} holds the same weights twice, as {stored[plain]} and as {name}; "
+                f"name the ones to read in a mapping file (--map FILE.toml)"
             )
         stored[plain] = name
     return file if all(plain == name for plain, name in stored.items()) else UnwrappedNames(file, stored)
@@ -34,11 +36,16 @@ class UnwrappedNames(TensorFile):
     """The tensors of a file under other names.
 
     Attributes:
-        stored: the name in the file of each.
+        stored: The name of each tensor in the file, by its new name.
     """
 
     def __init__(self, file: TensorFile, stored: dict[str, str]) -> None:
-        """Give each tensor its name."""
+        """Rename the tensors of a file.
+
+        Args:
+            file: The file.
+            stored: The name of each tensor in the file, by its new name.
+        """
         super().__init__(file.address)
         self._file = file
         self.stored = stored
@@ -48,17 +55,17 @@ class UnwrappedNames(TensorFile):
         self.config, self.config_origin = file.config, file.config_origin
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return the tensors of those names.
+        """Return the tensors with these names.
 
         Raises:
-            QkovError: as the file itself.
+            QkovError: As for the file itself.
         """
         read = self._file.read([self.stored[name] for name in names])
         return {name: read[self.stored[name]] for name in names}
 
 
 class _Renamed(Mapping[str, tuple[int, ...]]):
-    """Shapes by other names; those of sharded weights are looked up when asked for."""
+    """Shapes under other names; those of sharded weights are looked up when they are requested."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], stored: dict[str, str]) -> None:
         self._shapes, self._stored = shapes, stored

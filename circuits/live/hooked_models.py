@@ -131,7 +131,7 @@ class OpenHookedModel(AttentionSource):
             return "folded_centred" if is_written_centred and norm.kind == "layer_norm" else "folded"
         if is_written_centred and "norm" not in weights.facts.unknown:
             raise QkovError(
-                f"{weights.place} of the model has W_O centred and no norm folded, which is not a known basis; "
+                f"{weights.label} of the model has W_O centred and no norm folded, which is not a known basis; "
                 f"load the model with fold_ln as well, or without processing its weights"
             )
         return "raw"

@@ -50,6 +50,7 @@ def remote_place(address: str, hint: str = "") -> Place:
         CallError: The kind of address is unknown, or its driver is not installed.
         QkovError: The driver cannot be set up.
     """
+    # fsspec and its drivers are slow to import, and most checkpoints are local.
     import fsspec
     from fsspec.registry import known_implementations
 

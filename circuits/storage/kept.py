@@ -133,7 +133,7 @@ def _kept(path: Path, ranges: _Ranges) -> list[np.ndarray] | None:
 
 
 def _keep(path: Path, contents: list[np.ndarray]) -> None:
-    """Write all pieces one after the other, or nothing; without its folder nothing, since it may be gone for good."""
+    """Write all pieces one after the other, or nothing; a missing folder is not created again."""
     try:
         descriptor, partial = tempfile.mkstemp(dir=path.parent)
     except OSError:

@@ -18,6 +18,16 @@ from .places import BLOCK, Place
 SLACK = 0.05
 #: The largest size of a merged request in bytes, so that several requests can run in parallel.
 LARGEST = 16 * 2**20
+#: The names under which drivers report something that changes with a file's content or version.
+_SIGNS = (
+    *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "md5", "checksum", "blob_id", "lfs", "xet_hash"),
+    *("generation", "VersionId", "version_id", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
+    *("updated", "created"),
+)
+#: How many requests run in parallel if the driver does not manage that itself.
+_AT_ONCE = 8
+#: Hub paths that begin with a word before the organisation.
+_HUB_KINDS = ("datasets/", "models/", "spaces/", "buckets/", "kernels/")
 
 
 def merged(
@@ -50,18 +60,6 @@ def merged(
         else:
             requests.append(((start, stop), [index]))
     return requests
-
-
-#: The names under which drivers report something that changes with a file's content or version.
-_SIGNS = (
-    *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "md5", "checksum", "blob_id", "lfs", "xet_hash"),
-    *("generation", "VersionId", "version_id", "LastModified", "Last-Modified", "last_modified", "mtime", "modified"),
-    *("updated", "created"),
-)
-#: How many requests run in parallel if the driver does not manage that itself.
-_AT_ONCE = 8
-#: Hub paths that begin with a word before the organisation.
-_HUB_KINDS = ("datasets/", "models/", "spaces/", "buckets/", "kernels/")
 
 
 class NotThereError(CallError):
@@ -123,8 +121,8 @@ class RemotePlace(Place):
         with self._translated():
             self.system.invalidate_cache(self.path)
             listed = self.system.ls(self.path, detail=True)
-        found = {info["name"].rstrip("/").rpartition("/")[2]: info for info in listed}
-        return [self._child(name, found[name]) for name in sorted(found)]
+        infos = {info["name"].rstrip("/").rpartition("/")[2]: info for info in listed}
+        return [self._child(name, infos[name]) for name in sorted(infos)]
 
     def size(self) -> int | None:
         """Return the file's size in bytes, or None if it is not stated."""

@@ -38,13 +38,13 @@ class WebPlace(RemotePlace):
         folder = f"{self.path.rstrip('/')}/"
         with self._translated():
             listed = self.system.ls(folder, detail=True)
-        found = {}
+        infos = {}
         for info in listed:
             quoted = info["name"].removeprefix(folder).rstrip("/")
             # An index page also links to itself in other sort orders, and to deeper folders.
             if quoted and not set(quoted) & set("/?#"):
-                found[unquote(quoted)] = info
-        return [self._child(name, found[name]) for name in sorted(found)]
+                infos[unquote(quoted)] = info
+        return [self._child(name, infos[name]) for name in sorted(infos)]
 
     def stamp(self) -> str:
         """Return a hash of what the server says about the file, and of the file's first and last 64 KiB.

@@ -107,14 +107,14 @@ class AttentionWeights:
             one, other = getattr(self, first), getattr(self, second)
             if one is not None and other is not None and one.shape[of_first] != other.shape[of_second]:
                 raise CallError(
-                    f"{self.place}: {first} has {what} = {one.shape[of_first]} and {second} has "
+                    f"{self.label}: {first} has {what} = {one.shape[of_first]} and {second} has "
                     f"{other.shape[of_second]}; they must be equal (is the number of heads right?)"
                 )
         for many, few in (("W_Q", "W_K"), ("W_O", "W_V")):
             one, other = getattr(self, many), getattr(self, few)
             if one is not None and other is not None and one.shape[0] % other.shape[0]:
                 raise CallError(
-                    f"{self.place}: {many} has {one.shape[0]} heads and {few} has {other.shape[0]}; "
+                    f"{self.label}: {many} has {one.shape[0]} heads and {few} has {other.shape[0]}; "
                     f"expected the same number, or a multiple of it (is the number of heads right?)"
                 )
 
@@ -136,7 +136,7 @@ class AttentionWeights:
         return replace(cls(layer), **tensors)
 
     @property
-    def place(self) -> str:
+    def label(self) -> str:
         """The layer in words, for messages."""
         return layer_name(self.stack, self.layer)
 
@@ -151,7 +151,7 @@ class AttentionWeights:
             tensor = getattr(self, name)
             if tensor is not None:
                 return tensor.shape[0]
-        raise CallError(f"{self.place} holds no weights")
+        raise CallError(f"{self.label} holds no weights")
 
     @property
     def group_size(self) -> int:
@@ -198,19 +198,19 @@ class AttentionWeights:
             return {}
         if self.stored_basis != "raw" and (self.stored_basis, basis) != ("folded", "folded_centred"):
             raise CallError(
-                f"{self.place} was read from a model whose weights are in the basis {self.stored_basis}; "
+                f"{self.label} was read from a model whose weights are in the basis {self.stored_basis}; "
                 f"they cannot be converted to {basis}: load the model without processing its weights"
             )
         if "norm" in self.facts.unknown:
             raise CallError(
-                f"the norm in front of {self.place} is not known, so its weights cannot be {basis}; provide a "
+                f"the norm in front of {self.label} is not known, so its weights cannot be {basis}; provide a "
                 f"config.json beside the weights, --family, or [norm] in a mapping file"
             )
         norm = self.norm
         if norm is None:
             return {}
         if self.W_QK is not None or self.W_OV is not None:
-            raise CallError(f"{self.place} holds collapsed circuits, whose basis is raw; they cannot be {basis}")
+            raise CallError(f"{self.label} holds collapsed circuits, whose basis is raw; they cannot be {basis}")
         self._demand_one_stream(norm)
         folded = {}
         for side in "Q" if self.facts.cross else "QKV":
@@ -241,7 +241,7 @@ class AttentionWeights:
         if rotary_offset:
             weights = self.in_basis(basis)
             if weights.W_QK is not None:
-                raise CallError(f"{self.place} holds a collapsed W_QK, which is known only at rotary offset 0")
+                raise CallError(f"{self.label} holds a collapsed W_QK, which is known only at rotary offset 0")
             W_K, W_Q = weights._query_and_key(rotary_offset)
             return circuit_of(W_K, W_Q, repeat_left=self.group_size)
         folded = self._folded(basis)
@@ -348,30 +348,30 @@ class AttentionWeights:
         if len(set(widths.values())) > 1:
             received = ", ".join(f"{name} {width}" for name, width in widths.items())
             raise CallError(
-                f"the weights of {self.place} must have the width of the norm in front of it, got {received}; if keys "
+                f"the weights of {self.label} must have the width of the norm in front of it, got {received}; if keys "
                 f"and values read another stream, set cross = true in a mapping file, or use the basis raw"
             )
 
     def _query_and_key(self, rotary_offset: int) -> tuple[Tensor, Tensor]:
         if self.W_Q is None or self.W_K is None:
-            raise CallError(f"{self.place} has no W_QK, which takes W_Q and W_K, or W_QK itself")
+            raise CallError(f"{self.label} has no W_QK, which takes W_Q and W_K, or W_QK itself")
         if rotary_offset == 0:
             return self.W_K, self.W_Q
         return self.W_K, self._demand_rotary().rotate(self.W_Q, rotary_offset)
 
     def _value_and_output(self) -> tuple[Tensor, Tensor]:
         if self.W_V is None or self.W_O is None:
-            raise CallError(f"{self.place} has no W_OV, which takes W_V and W_O, or W_OV itself")
+            raise CallError(f"{self.label} has no W_OV, which takes W_V and W_O, or W_OV itself")
         return self.W_V, self.W_O
 
     def _demand_rotary(self) -> Rotary:
         if "rotary" in self.facts.unknown:
             raise CallError(
-                f"whether positions rotate queries and keys in {self.place} is not known, so its W_QK is known only "
+                f"whether positions rotate queries and keys in {self.label} is not known, so its W_QK is known only "
                 f"at offset 0; provide a config.json beside the weights, --family, or [rotary] in a mapping file"
             )
         if self.facts.rotary is None:
-            raise CallError(f"{self.place} has no rotary positions, so its W_QK is the same at every offset; use 0")
+            raise CallError(f"{self.label} has no rotary positions, so its W_QK is the same at every offset; use 0")
         return self.facts.rotary
 
     def _joined(self, per_head: Float[Tensor, "head rows d_head"]) -> Float[Tensor, "group joined d_head"]:

@@ -173,6 +173,6 @@ def _demand_one_width(readers: dict[str, _Side], writer: _Side, weights: Attenti
     for reader in readers.values():
         if reader.exact.shape[-1] != writer.exact.shape[-1]:
             raise QkovError(
-                f"{weights.place} reads a stream of width {reader.exact.shape[-1]}, but layer {earlier} writes one of "
+                f"{weights.label} reads a stream of width {reader.exact.shape[-1]}, but layer {earlier} writes one of "
                 f"width {writer.exact.shape[-1]}, so they cannot compose"
             )

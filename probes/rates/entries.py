@@ -84,7 +84,7 @@ def circuit_entries(
     for dimension in range(places.dimensions):
         for layer in live.read(lambda parameter, along=dimension: places.along(parameter, along)).layers():
             for circuit, name, numbers in _of_layer(layer, biases):
-                for index, rows in places.read(numbers, f"{name} of {layer.place}"):
+                for index, rows in places.read(numbers, f"{name} of {layer.label}"):
                     found.setdefault((index, circuit), [set() for _ in range(places.dimensions)])[dimension] |= rows
     entries = [places.entries(index, circuit, rows) for (index, circuit), rows in found.items()]
     _demand_apart(entries)

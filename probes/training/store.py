@@ -52,7 +52,7 @@ def kept_reference(folder: Path, layers: LayersInMemory) -> LayersInMemory:
             if tensor is None or tensor.shape != now[name].shape:
                 found = "none" if tensor is None else f"one of shape {list(tensor.shape)}"
                 raise QkovError(
-                    f"the model has a {name} of shape {list(now[name].shape)} in {weights.place}, and the store "
+                    f"the model has a {name} of shape {list(now[name].shape)} in {weights.label}, and the store "
                     f"{folder} was begun with {found}: give another folder"
                 )
         held.append(replace(weights, **kept))

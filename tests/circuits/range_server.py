@@ -11,17 +11,17 @@ from pathlib import Path
 
 
 class Traffic:
-    """The bytes of content that were sent, by the path asked for; and how the server is to behave.
+    """What the server sent, and how it is to behave.
 
     Attributes:
-        sent: bytes by path.
-        requests: method and path of every request.
-        serves_ranges: whether it answers with the range asked for, or always with all.
-        cuts: answer ranges with so many bytes fewer.
-        fails: a status to answer every request with.
-        hangs_up: whether it closes the connection instead of answering.
-        signs: whether it sends the time of a file's last change.
-        codes: what the header X-Error-Code says of a path that is not there, by a part of the path.
+        sent: The bytes of content that were sent, by path.
+        requests: The method and path of every request.
+        serves_ranges: Whether to answer with the requested range, or always with the whole file.
+        cuts: By how many bytes to shorten the answer to a range.
+        fails: A status with which to answer every request.
+        hangs_up: Whether to close the connection instead of answering.
+        signs: Whether to send the time of a file's last change.
+        codes: The value of the header X-Error-Code for a missing path, by a part of the path.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, Traffic]]:
-    """Serve a folder: its address, and what is sent from it."""
+    """Serve a folder; give its address and its traffic."""
     traffic = Traffic()
     server = _Server(("127.0.0.1", 0), partial(_Handler, directory=str(folder), traffic=traffic))
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""The weights of a layer: circuits, bases, offsets and groups, against dense algebra and gradient flow in float64."""
+"""A layer's circuits, bases, offsets and groups, compared with dense algebra and gradient flow in float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -128,7 +128,7 @@ def test_keys_and_values_of_cross_attention_are_not_folded_with_the_norm_of_the_
     assert_exact(after.output, before.output)
 
 
-def test_keys_and_values_of_other_widths_are_of_another_stream_than_the_norm_s():
+def test_keys_and_values_of_another_width_do_not_take_the_norm():
     weights = layer(norm=layer_norm())
     other = replace(weights, W_K=draw(4, 5, D_HEAD), W_V=draw(4, 7, D_HEAD))
     assert other.qk().shape == (4, 5, D_MODEL)
@@ -148,7 +148,7 @@ def test_weights_read_folded_can_be_centred_and_not_unfolded():
         folded.qk("raw")
 
 
-def test_a_norm_that_is_not_known_is_not_guessed():
+def test_an_unknown_norm_is_not_guessed():
     weights = layer(facts=AttentionFacts(unknown=frozenset({"norm"})))
     with pytest.raises(CallError, match=r"the norm in front of layer 0 is not known.*config\.json.*--family"):
         weights.qk("folded")
@@ -188,7 +188,7 @@ def test_an_offset_without_rotary_positions_is_refused():
         AttentionWeights(0, W_QK=draw(1, D_MODEL, D_MODEL)).qk(rotary_offset=2)
 
 
-def test_heads_that_do_not_divide_are_refused():
+def test_head_counts_that_do_not_divide_are_refused():
     with pytest.raises(CallError, match="W_Q has 4 heads and W_K has 3"):
         layer(heads=4, key_value_heads=3)
 
@@ -197,7 +197,7 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 def gradients(weights, loss) -> dict[str, torch.Tensor]:
-    """Of a loss of both circuits of every query head, with respect to the four weights."""
+    """Return the gradients of a loss of both circuits of every query head with respect to the four weights."""
     parameters = {name: getattr(weights, name).clone().requires_grad_() for name in WEIGHTS}
     live: Any = replace(weights, **parameters)
     group = live.group_size
@@ -208,7 +208,7 @@ def gradients(weights, loss) -> dict[str, torch.Tensor]:
 
 
 def some_loss(qk, ov):
-    """Nothing special, with a gradient that is neither small nor aligned."""
+    """Return an arbitrary loss whose gradient is neither small nor aligned."""
     torch.manual_seed(7)
     return (torch.tanh(qk @ draw(D_MODEL, 3)).sum() + (ov * draw(*ov.shape)).sum() + ov.pow(2).sum() / 5) / 10
 
@@ -218,7 +218,7 @@ def moved(weights, grads, step):
 
 
 def stacked(gradient, groups, side):
-    """Of the heads of each group, joined as the group's circuit joins them."""
+    """Join the gradients of each group's heads as the group's circuit joins them."""
     by_group = gradient.unflatten(0, (groups, -1))
     if side == "columns":
         return by_group.transpose(1, 2).flatten(2)

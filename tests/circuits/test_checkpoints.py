@@ -1,4 +1,4 @@
-"""Checkpoints: found, ordered and read; every fault of a file in one line."""
+"""Checkpoints: found, ordered and fingerprinted, with every fault of a folder reported in one line."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def found(run):
         (["filter3_000040.pt", "filter3_000050.pt"], [40, 50]),
     ],
 )
-def test_the_surest_word_for_a_step_counts(tmp_path, names, steps):
+def test_the_most_reliable_word_for_a_step_counts(tmp_path, names, steps):
     for name in names:
         (tmp_path / name).touch()
     if steps is None:
@@ -110,7 +110,7 @@ def test_the_folders_of_a_trainer_are_in_numerical_order(tmp_path):
 
 
 @pytest.mark.parametrize("final_step", [None, 1000, 1200])
-def test_a_final_model_above_its_checkpoints_counts_where_the_trainer_says_its_step(tmp_path, final_step):
+def test_a_final_model_above_its_checkpoints_counts_if_the_trainer_says_its_step(tmp_path, final_step):
     for step in (500, 1000):
         weights(tmp_path / f"checkpoint-{step}")
     weights(tmp_path)
@@ -163,7 +163,7 @@ def test_the_folder_of_one_model_is_one_checkpoint(tmp_path):
     assert found(tmp_path / "checkpoint-500") == [(500, "checkpoint-500")]
 
 
-def test_a_file_that_is_alone_takes_its_step_from_what_tells_it(tmp_path):
+def test_a_lone_file_takes_its_step_from_its_name_or_its_folder(tmp_path):
     weights(tmp_path / "checkpoint-500", "model.safetensors")
     weights(tmp_path / "checkpoint-600", "pythia_70m.pt")
     weights(tmp_path / "other", "v2.pt")
@@ -177,7 +177,7 @@ def test_a_file_that_is_alone_takes_its_step_from_what_tells_it(tmp_path):
     assert [step for step, _ in found(tmp_path / "run")] == [8, 9]
 
 
-def test_files_beside_folders_of_checkpoints_are_left_out_and_said(tmp_path):
+def test_files_beside_folders_of_checkpoints_are_left_out_with_the_reason(tmp_path):
     weights(tmp_path / "checkpoint-5")
     weights(tmp_path, "best.pt")
     run = find_run(tmp_path)
@@ -185,7 +185,7 @@ def test_files_beside_folders_of_checkpoints_are_left_out_and_said(tmp_path):
     assert run.left_out == {"best.pt": "is beside folders of checkpoints"}
 
 
-def test_one_refused_checkpoint_is_left_out_and_of_a_run_of_them_the_first_reason_is_given(tmp_path):
+def test_a_refused_checkpoint_is_left_out_and_a_run_of_them_gives_the_first_reason(tmp_path):
     for step in (5, 10):
         weights(tmp_path / f"checkpoint-{step}", "adapter_model.safetensors")
     with pytest.raises(
@@ -242,7 +242,7 @@ def test_a_fingerprint_changes_with_the_file(tmp_path):
     (checkpoint,) = find_checkpoints(path)
     before = checkpoint.fingerprint()
     assert checkpoint.fingerprint() == before
-    # Changed where neither the first nor the last 64 KiB tell of it.
+    # The change is outside the first and the last 64 KiB.
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Composition scores against dense float64, TransformerLens, hand cases, and simulation for the chance level."""
+"""Composition scores, compared with dense float64, TransformerLens, cases by hand and simulated chance levels."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ def dense_score(kind: str, later: dict[str, np.ndarray], earlier: dict[str, np.n
 
 @pytest.mark.parametrize(("heads", "key_value_heads"), [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("d_head", [3, 20])
-def test_every_pair_of_heads_is_dense_algebra(heads, key_value_heads, d_head):
+def test_scores_of_every_pair_of_heads_equal_dense_algebra(heads, key_value_heads, d_head):
     layers = drawn_layers(heads=heads, key_value_heads=key_value_heads, d_head=d_head)
     found = composition_scores(layers)
     assert [(pair.earlier, pair.later) for pair in found] == [(0, 1), (0, 2), (1, 2)]
@@ -66,7 +66,7 @@ def test_every_pair_of_heads_is_dense_algebra(heads, key_value_heads, d_head):
             np.testing.assert_allclose(scores, expected, rtol=1e-12)
 
 
-def test_the_scores_are_those_of_transformer_lens():
+def test_scores_equal_those_of_transformer_lens():
     from transformer_lens.model_bridge.sources import native
 
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ def test_zero_and_damaged_heads_have_no_score_and_do_not_disturb_the_others():
             assert torch.equal(scores[~missing], expected.scores[kind][~missing])
 
 
-def test_stacks_are_apart_and_cross_attention_is_left_out():
+def test_stacks_are_separate_and_cross_attention_is_left_out():
     encoder, decoder = (
         [replace(weights, stack=stack) for weights in drawn_layers(layers=2, seed=seed)]
         for seed, stack in enumerate(("encoder", "decoder"))

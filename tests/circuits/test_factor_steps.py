@@ -1,4 +1,4 @@
-"""What the gradients of the factors say of a step, against dense matrices and autograd of the product itself."""
+"""A training step seen through the gradients of the factors, compared with dense matrices and with autograd."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def loss_of(C):
 
 
 def gradients_of(A, B):
-    """By autograd: of the factors, and of the product as a leaf."""
+    """Return the gradients of the factors, and of the product as a leaf, by autograd."""
     A, B = A.clone().requires_grad_(), B.clone().requires_grad_()
     C = (A @ B).detach().requires_grad_()
     (G,) = torch.autograd.grad(loss_of(C), C)
@@ -56,7 +56,7 @@ def gradients_of(A, B):
 
 
 def dense_omega(C, G):
-    """By the dense singular value decomposition, C = U S V: (CC')^{1/2} = U S U' and (C'C)^{1/2} = V'S V."""
+    """Return Omega(C) G from the dense singular value decomposition C = U S V."""
     U, S, V = (torch.from_numpy(part) for part in np.linalg.svd(C.numpy(), full_matrices=False))
     return (U * S[:, None]) @ U.mT @ G + G @ V.mT @ (S[..., None] * V)
 
@@ -66,7 +66,7 @@ def dense_exact(A, B, G):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_steps_are_those_of_the_dense_gradient(kind):
+def test_both_steps_equal_those_of_the_dense_gradient(kind):
     A, B = factors(kind)
     G_A, G_B, G = gradients_of(A, B)
     circuit, gradients = Circuit(A, B), Circuit(G_A, G_B)
@@ -79,7 +79,7 @@ def test_both_steps_are_those_of_the_dense_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_figures_are_those_of_the_dense_steps(kind):
+def test_quantities_equal_those_of_the_dense_steps(kind):
     A, B = factors(kind)
     G_A, G_B, G = gradients_of(A, B)
     after = A - RATE * (G_A + 0.3 * drawn(*A.shape)), B - RATE * (G_B + 0.3 * drawn(*B.shape))
@@ -109,7 +109,7 @@ def test_figures_are_those_of_the_dense_steps(kind):
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-5, 1e-9])
-def test_omega_is_the_exact_step_where_the_factors_balance(size):
+def test_omega_is_the_exact_step_for_balanced_factors(size):
     torch.manual_seed(0)
     left, right = (torch.linalg.qr(drawn(2, rows, 4)).Q for rows in (12, 9))
     rotation = torch.linalg.qr(drawn(4, 4)).Q
@@ -121,7 +121,7 @@ def test_omega_is_the_exact_step_where_the_factors_balance(size):
     assert (figures["omega_relative_error"] < 1e-10).all()
 
 
-def test_a_step_of_gradient_descent_is_the_exact_step_and_one_of_second_order():
+def test_gradient_descent_takes_the_exact_step_up_to_second_order():
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)
     circuit, gradients = Circuit(A, B), Circuit(G_A, G_B)
@@ -135,7 +135,7 @@ def test_a_step_of_gradient_descent_is_the_exact_step_and_one_of_second_order():
 
 
 def test_the_smallest_steps_are_measured():
-    """Whole multiples of powers of two, so that the factors after the step are exact; the products would not be."""
+    """With whole multiples of powers of two the factors after the step are exact; the products would not be."""
     A, B = factors("ordinary")
     A, D = ((1024 * matrix).round() / 1024 for matrix in (A, drawn(*A.shape)))
     small = 2.0**-29
@@ -171,7 +171,7 @@ def test_noise_of_gradients_in_null_directions_is_left_out():
     torch.manual_seed(0)
     a, z = drawn(12), drawn(9)
     x, y = torch.linalg.qr(drawn(9, 2)).Q.mT
-    # (1, 0.7) B is y: what is large in B is large in a direction that C has not.
+    # (1, 0.7) B is y, so the large part of B is in a direction that C does not have.
     A = a[:, None] * torch.tensor([1.0, 0.7], dtype=torch.float64)
     B = torch.stack([y + 700 * x, -1000 * x])
     G = drawn(12, 9)
@@ -181,7 +181,7 @@ def test_noise_of_gradients_in_null_directions_is_left_out():
     assert (found - omega).norm() < 1e-5 * omega.norm()
 
 
-def test_gradients_of_no_product_have_no_omega():
+def test_omega_is_nan_if_the_gradients_are_not_those_of_a_product():
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)
     circuit, after = Circuit(A, B), Circuit(A - G_A, B - G_B)
@@ -198,7 +198,7 @@ def test_gradients_of_no_product_have_no_omega():
 
 
 @pytest.mark.parametrize("where", ["factors", "gradients", "after"])
-def test_what_is_not_finite_spares_its_neighbours(where):
+def test_a_matrix_that_is_not_finite_does_not_affect_its_neighbours(where):
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)
     given = {"factors": [A, B], "gradients": [G_A, G_B], "after": [A - G_A, B - G_B]}
@@ -217,7 +217,7 @@ def test_what_is_not_finite_spares_its_neighbours(where):
         assert bool(found[name][0].isnan()) == (name in missing[where]), name
 
 
-def test_single_precision_is_taken_as_it_is():
+def test_single_precision_factors_are_not_rounded_further():
     A, B = factors("ordinary")
     G_A, G_B, _ = gradients_of(A, B)
     pairs = [(A, B), (G_A, G_B), (A - RATE * G_A, B - RATE * G_B)]
@@ -227,7 +227,7 @@ def test_single_precision_is_taken_as_it_is():
         torch.testing.assert_close(figure, measure_step(*same)[name], rtol=1e-12, atol=0)
 
 
-def test_what_has_no_factors_or_other_shapes_is_refused():
+def test_collapsed_circuits_and_other_shapes_are_refused():
     A, B = factors("ordinary")
     circuit = Circuit(A, B)
     with pytest.raises(CallError, match="needs a circuit with factors, got a collapsed one"):

@@ -1,4 +1,4 @@
-"""The algebra of circuits against the same algebra on dense float64 matrices."""
+"""The algebra of circuits, compared with the same algebra on dense float64 matrices."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def test_inner_product_and_difference(kind: str) -> None:
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-9, 1e-12])
 @pytest.mark.parametrize("moved", ["both", "left", "right"])
 def test_difference_of_near_circuits_keeps_its_digits(size: float, moved: str) -> None:
-    """Against the difference of the products in extended precision, the only one that has the digits itself."""
+    """The reference is the difference of the products in extended precision, which alone has enough digits."""
     left, right = random(2, 30, 5).double(), random(2, 5, 25, seed=1).double()
     new_left = left + size * random(2, 30, 5, seed=2) if moved != "right" else left
     new_right = right + size * random(2, 5, 25, seed=3) if moved != "left" else right
@@ -67,7 +67,7 @@ def test_difference_of_near_circuits_keeps_its_digits(size: float, moved: str) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_did_not_move_differs_by_nothing(dtype: torch.dtype) -> None:
+def test_equal_circuits_have_a_difference_of_zero(dtype: torch.dtype) -> None:
     left, right = random(3, 30, 5).to(dtype), random(3, 5, 25, seed=1).to(dtype)
     other = left.clone()
     other[1, 2, 3] += 1
@@ -137,7 +137,7 @@ def test_wrong_factors_are_refused_by_name() -> None:
         Circuit(torch.ones(3, 3, dtype=torch.int64))
 
 
-def test_circuits_of_other_shapes_do_not_combine() -> None:
+def test_circuits_of_different_shapes_are_refused() -> None:
     circuit = Circuit(random(2, 5, 3), random(2, 3, 6))
     for other in (circuit.mT, Circuit(random(3, 5, 6))):
         with pytest.raises(CallError, match=r"difference.*\[2, 5, 6\]"):

@@ -1,4 +1,4 @@
-"""Gram matrices and folded circuits, against numpy in float64 and against the folded factors formed by hand."""
+"""Gram matrices and folded circuits, compared with numpy in float64 and with explicitly folded factors."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_gram_matrices_are_those_of_the_folded_factor(layout, dtype, has_gain, c
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, 30.0, 1e4, 1e6])
 def test_centring_is_exact_however_large_the_mean(mean):
-    """Where the mean is most of the weights, the mean of the products is not taken away from them but formed anew."""
+    """If the mean makes up most of the weights, the product is computed from centred weights instead of corrected."""
     torch.manual_seed(0)
     W = torch.randn(2, 200, 5, dtype=torch.float64)
     W[1] += mean
@@ -57,7 +57,7 @@ def test_any_batch(shape):
     np.testing.assert_allclose(gram(W).numpy(), wanted, rtol=1e-13, atol=1e-12)
 
 
-def test_a_large_factor_after_small_ones_has_room_that_is_not_kept():
+def test_scratch_memory_of_a_large_factor_is_not_kept():
     for shape in ((1, 50, 7), (1, 3 * SCRATCH_ELEMENTS // 4, 2), (2, 50, 7)):
         W = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         wanted = np.einsum("hik,hil->hkl", W.double().numpy(), W.double().numpy())
@@ -65,7 +65,7 @@ def test_a_large_factor_after_small_ones_has_room_that_is_not_kept():
     assert len(_of_thread.scratch) == SCRATCH_ELEMENTS
 
 
-def test_a_matrix_that_is_not_finite_leaves_its_neighbours():
+def test_a_matrix_that_is_not_finite_does_not_affect_its_neighbours():
     W = torch.randn(3, 20, 4)
     W[1, 2, 3] = torch.nan
     assert gram(W).isfinite().flatten(1).all(dim=1).tolist() == [True, False, True]
@@ -111,7 +111,7 @@ def test_folded_circuits_are_those_of_the_folded_weights(basis, kind, key_value_
 
 
 def test_folded_circuits_of_few_dimensions_and_of_zeros():
-    """Wider than they are long, and rank-deficient: neither is read from Gram matrices."""
+    """Factors that are wider than long and rank-deficient ones do not go through Gram matrices."""
     torch.manual_seed(0)
     wide = FoldedCircuit(Folded(torch.randn(2, 3, 5), None, centred=True), Folded(torch.randn(2, 4, 5), None, False))
     wanted = np.linalg.svd(wide.dense().numpy(), compute_uv=False)

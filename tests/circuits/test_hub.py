@@ -1,4 +1,4 @@
-"""Models on the hub: their revisions as a run, read by byte ranges from a server that answers as the hub does."""
+"""Models on the hub: their revisions as a run, read by byte ranges from a server that answers like the hub."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def as_hub(traffic: Traffic) -> None:
     traffic.codes = {"/revision/": "RevisionNotFound", "/laboratory/none": "RepoNotFound"}
 
 
-def test_revisions_are_a_run_and_of_each_only_what_is_asked_for_is_sent(tmp_path):
+def test_revisions_make_a_run_and_only_requested_tensors_are_sent(tmp_path):
     with serving(hub(tmp_path)) as (address, traffic):
         as_hub(traffic)
         (found,) = ask(
@@ -142,7 +142,7 @@ def test_a_hub_that_does_not_answer(tmp_path):
         assert "\n" not in told
 
 
-def test_offline_is_said(tmp_path, monkeypatch):
+def test_offline_mode_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for call in (open_weights, find_checkpoints):
         with pytest.raises(QkovError, match=rf"HF_HUB_OFFLINE.*; there is no local path {MODEL}, either") as caught:

@@ -1,4 +1,4 @@
-"""Places at a distance whose content is kept here: nothing is fetched twice, and all comes back as it was."""
+"""Remote places whose content is kept on this machine: nothing is fetched twice, and every byte comes back."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ def bits(tensor):
 
 
 def of_every_dtype():
-    """Random bytes, so that NaNs with a payload are among them, and shapes of no dimension and of no size."""
+    """Make tensors of random bytes, including NaNs with a payload, and of shapes without dimensions or without size."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for dtype in DTYPES:
@@ -84,7 +84,7 @@ def test_tensors_come_back_bit_by_bit_and_are_sent_once(served, kept):
         assert traffic.sent["/model.safetensors"] == (served / "model.safetensors").stat().st_size
 
 
-def test_a_model_in_parts_and_what_stands_beside_it_are_sent_once(served, kept):
+def test_shards_and_sidecars_are_sent_once(served, kept):
     tensors = {"a": torch.arange(6.0), "b": torch.arange(8.0).reshape(2, 4)}
     for name, tensor in tensors.items():
         save_file({name: tensor}, served / f"{name}.safetensors")
@@ -103,7 +103,7 @@ def test_a_model_in_parts_and_what_stands_beside_it_are_sent_once(served, kept):
     assert sent == {f"/{path.name}": path.stat().st_size for path in served.iterdir()}
 
 
-def test_part_of_a_model_is_told_as_such(served, kept):
+def test_a_lone_shard_is_reported_as_part_of_a_model(served, kept):
     save_file({"a": torch.ones(1)}, served / "model-00001-of-00002.safetensors")
     with serving(served) as (address, _):
         file = opened(f"{address}/model-00001-of-00002.safetensors", kept)
@@ -155,7 +155,7 @@ def no_room(*_call):
 
 
 @pytest.mark.parametrize(("call", "full"), [("fdopen", FullFile), ("replace", no_room)])
-def test_a_full_disk_only_keeps_nothing(served, kept, monkeypatch, call, full):
+def test_on_a_full_disk_everything_is_read_and_nothing_kept(served, kept, monkeypatch, call, full):
     tensors = {"a": torch.arange(1000.0)}
     save_file(tensors, served / "model.safetensors")
     torch.save(tensors, served / "step_5.pt")
@@ -168,7 +168,7 @@ def test_a_full_disk_only_keeps_nothing(served, kept, monkeypatch, call, full):
         demand_same(opened(f"{address}/step_5.pt", kept).read(["a"]), tensors)
 
 
-def test_without_its_folder_all_is_read_and_none_is_made(served, kept):
+def test_without_its_folder_everything_is_read_and_no_folder_is_created(served, kept):
     tensors = {"a": torch.arange(10.0)}
     save_file(tensors, served / "model.safetensors")
     torch.save(tensors, served / "step_5.pt")
@@ -179,7 +179,7 @@ def test_without_its_folder_all_is_read_and_none_is_made(served, kept):
     assert list(kept.parent.iterdir()) == []
 
 
-def test_what_cannot_be_fetched_is_told_and_not_kept(served, kept):
+def test_what_cannot_be_fetched_is_reported_and_not_kept(served, kept):
     save_file({"a": torch.ones(1000)}, served / "model.safetensors")
     with serving(served) as (address, traffic):
         file = opened(f"{address}/model.safetensors", kept)
@@ -230,7 +230,7 @@ STUCK = textwrap.dedent(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="nobody waits for another there")
-def test_another_process_is_waited_for_until_it_is_killed(served, kept):
+def test_a_fetching_process_is_waited_for_until_it_is_killed(served, kept):
     tensors = {"a": torch.arange(1000.0)}
     save_file(tensors, served / "model.safetensors")
     with serving(served) as (address, _), ThreadPoolExecutor(1) as threads:

@@ -149,7 +149,7 @@ def test_weights_that_are_not_in_memory_are_refused():
 def test_adapters_are_refused_with_the_way_out():
     model = llama()
     model.model.layers[0].self_attn.q_proj.lora_A = nn.Linear(48, 2, bias=False)
-    with pytest.raises(QkovError, match=r"carries LoRA adapters.*merge_and_unload"):
+    with pytest.raises(QkovError, match=r"holds LoRA adapters.*merge_and_unload"):
         open_model(model)
 
 

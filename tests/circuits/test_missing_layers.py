@@ -1,4 +1,4 @@
-"""Layers that a config tells of and that are not there are named, of every family whose config has their number."""
+"""Layers that a config states but the weights lack are named, for every family whose config states their number."""
 
 import json
 from pathlib import Path

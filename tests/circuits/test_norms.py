@@ -1,4 +1,4 @@
-"""Norms and their folding, against LayerNorm and RMSNorm of torch."""
+"""Norms and their folding, compared with torch's LayerNorm and RMSNorm."""
 
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ def test_a_bias_of_the_norm_alone_becomes_a_bias_of_the_weights():
     assert Norm("rms_norm", draw(D_MODEL)).fold_bias(None, W) is None
 
 
-def test_folding_layer_norm_takes_the_mean_over_the_read_side_away_and_rms_norm_s_does_not():
+def test_folding_layer_norm_subtracts_the_mean_over_the_read_side_and_rms_norm_does_not():
     torch.manual_seed(0)
     W = draw(HEADS, D_MODEL, D_HEAD)
     assert Norm("layer_norm").fold(W).dense.mean(dim=1).abs().max() < 1e-15
@@ -55,7 +55,7 @@ def test_folding_layer_norm_takes_the_mean_over_the_read_side_away_and_rms_norm_
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("d_model", [32, 4096])
-def test_centred_weights_are_told_from_others_in_every_precision(dtype, d_model):
+def test_centred_weights_are_recognised_in_every_precision(dtype, d_model):
     torch.manual_seed(0)
     W = torch.randn(2, d_model, 8)
     centred = (W - W.mean(dim=1, keepdim=True)).to(dtype)

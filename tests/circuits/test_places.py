@@ -1,4 +1,4 @@
-"""Weights that lie elsewhere: what is asked of the place, what comes back, and every fault in one line."""
+"""Remote weights: which requests are made, what comes back, and every fault in one line."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def memory():
     system.pseudo_dirs[:] = [""]
 
 
-def test_of_a_remote_file_only_the_header_and_the_attention_tensors_are_sent(tmp_path):
+def test_only_the_header_and_the_attention_tensors_of_a_remote_file_are_sent(tmp_path):
     tensors = model()
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "test"}')
@@ -80,7 +80,7 @@ def test_of_a_remote_file_only_the_header_and_the_attention_tensors_are_sent(tmp
     assert size_of(tensors, wanted) <= sent <= 1.05 * size_of(tensors, wanted)
 
 
-def test_neighbours_come_in_one_request(tmp_path):
+def test_neighbouring_tensors_share_a_request(tmp_path):
     tensors = model(layers=1)
     save_file(tensors, tmp_path / "model.safetensors")
     with serving(tmp_path) as (address, traffic):
@@ -92,7 +92,7 @@ def test_neighbours_come_in_one_request(tmp_path):
 
 
 @pytest.mark.parametrize("by_folder", [True, False])
-def test_of_a_remote_model_in_parts_only_those_with_attention_are_asked(tmp_path, by_folder):
+def test_only_the_shards_with_attention_of_a_remote_model_are_requested(tmp_path, by_folder):
     tensors = model()
     parts = {
         "model-00001-of-00003.safetensors": [name for name in tensors if name.startswith("h.0.")],
@@ -115,16 +115,16 @@ def test_of_a_remote_model_in_parts_only_those_with_attention_are_asked(tmp_path
     assert sum(traffic.sent[part] for part in asked) - headers <= 1.05 * size_of(tensors, wanted)
 
 
-def test_a_missing_part_of_a_remote_model(tmp_path):
+def test_a_missing_shard_of_a_remote_model(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with serving(tmp_path) as (address, _):
         file = open_weights(f"{address}/model.safetensors.index.json")
-        with pytest.raises(QkovError, match=rf"{address}/gone.safetensors is missing, and .* names it") as caught:
+        with pytest.raises(QkovError, match=rf"{address}/gone.safetensors is missing, but .* names it") as caught:
             file.read(["a"])
     one_line(caught)
 
 
-def test_a_server_without_ranges_is_told_and_sends_no_whole_model(tmp_path):
+def test_a_server_without_ranges_is_reported_and_sends_no_whole_model(tmp_path):
     tensors = {"a": torch.zeros(6_000_000), "b": torch.ones(10)}
     save_file(tensors, tmp_path / "model.safetensors")
     with serving(tmp_path) as (address, traffic):
@@ -135,7 +135,7 @@ def test_a_server_without_ranges_is_told_and_sends_no_whole_model(tmp_path):
     assert traffic.sent["/model.safetensors"] < 24_000_000
 
 
-def test_a_server_that_stops_to_serve_ranges_gives_no_wrong_bytes(tmp_path):
+def test_a_server_that_stops_serving_ranges_gives_no_wrong_bytes(tmp_path):
     save_file({"a": torch.ones(1000), "b": torch.zeros(1000)}, tmp_path / "model.safetensors")
     with serving(tmp_path) as (address, traffic):
         file = open_weights(f"{address}/model.safetensors")
@@ -165,7 +165,7 @@ def test_remote_torch_files_are_copied_and_the_copy_is_removed(tmp_path, monkeyp
         assert file.scalars == {"loss": 2.5}
         assert torch.equal(file.read(["model.embedding"])["model.embedding"], tensors["embedding"])
         assert traffic.sent["/step_5.pt"] == (served / "step_5.pt").stat().st_size
-        with pytest.raises(QkovError, match=rf"{address}/step_6.pt is no PyTorch file|cannot be read as a PyTorch"):
+        with pytest.raises(QkovError, match=rf"{address}/step_6.pt is not a PyTorch file|cannot be read as a PyTorch"):
             open_weights(f"{address}/step_6.pt")
     assert list(copies.iterdir()) == []
 
@@ -267,7 +267,7 @@ def test_any_address_of_fsspec_is_a_place(tmp_path, memory):
         find_checkpoints("memory://none")
 
 
-def test_a_truncated_remote_file_is_told_before_its_tensors_are_read(tmp_path, memory):
+def test_a_truncated_remote_file_is_reported_before_its_tensors_are_read(tmp_path, memory):
     save_file({"a": torch.ones(1000)}, tmp_path / "a.safetensors")
     memory.pipe("/a.safetensors", (tmp_path / "a.safetensors").read_bytes()[:-1])
     with pytest.raises(QkovError, match=r"memory://a.safetensors cannot be read as safetensors .* its tensors end at"):
@@ -310,7 +310,7 @@ def test_a_local_path_is_never_taken_for_a_model_on_the_hub(tmp_path, monkeypatc
     assert place_of("EleutherAI/pythia-160m").address == "hf://EleutherAI/pythia-160m"
 
 
-def test_nothing_heavy_is_imported_before_a_remote_address_is_met(tmp_path):
+def test_nothing_heavy_is_imported_for_local_paths(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     script = (
         "import sys; from qkov.circuits import find_checkpoints; "

@@ -1,4 +1,4 @@
-"""Weights that are only a part of what multiplies the stream are refused; figures of them would be wrong."""
+"""Weights that are only part of what multiplies the stream are refused, since results for them would be wrong."""
 
 import pytest
 import torch
@@ -27,14 +27,14 @@ def change(folder, changes):
 def test_float8_with_scales_beside_it(end, folder):
     weight = load_file(folder / "model.safetensors")[QUERY]
     change(folder, {QUERY: (8 * weight).to(torch.float8_e4m3fn), f"{QUERY}{end}": torch.tensor([0.125])})
-    with pytest.raises(QkovError, match=rf"{QUERY} of .* is quantised: {QUERY}{end} has its scales.*dequantised"):
+    with pytest.raises(QkovError, match=rf"{QUERY} of .* is quantised \(its scales are {QUERY}{end}\).*dequantised"):
         open_checkpoint(folder)
     mapping = parse_mapping({"tensors": {"Q": QUERY, "K": QUERY}, "layout": "linear", "heads": 4}, "a mapping")
     with pytest.raises(QkovError, match="is quantised"):
         open_checkpoint(folder, mapping)
 
 
-def test_scales_of_what_is_no_attention_do_not_matter(folder):
+def test_scales_of_other_weights_than_attention_do_not_matter(folder):
     change(folder, {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)})
     assert len(list(open_checkpoint(folder).layers())) == 2
 
@@ -42,13 +42,13 @@ def test_scales_of_what_is_no_attention_do_not_matter(folder):
 @pytest.mark.parametrize("name", ["lora_A", "lora_A.default.weight"])
 def test_adapters_beside_the_weights(name, folder):
     change(folder, {f"{QUERY.removesuffix('weight')}{name}": torch.ones(2, 48)})
-    with pytest.raises(QkovError, match=r"model\.safetensors carries LoRA adapters.*merge_and_unload"):
+    with pytest.raises(QkovError, match=r"model\.safetensors holds LoRA adapters.*merge_and_unload"):
         open_checkpoint(folder)
 
 
-def test_adapters_in_the_place_of_the_weights(folder):
+def test_adapters_in_place_of_the_weights(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors[QUERY.replace("q_proj", "q_proj.base_layer")] = tensors.pop(QUERY)
     save_file(tensors | {QUERY.replace("q_proj", "q_proj.lora_A"): torch.ones(2, 48)}, folder / "model.safetensors")
-    with pytest.raises(QkovError, match="carries LoRA adapters"):
+    with pytest.raises(QkovError, match="holds LoRA adapters"):
         open_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Circuits at the ends of float64's range: figures of the circuit of ordinary size, times the power that each has."""
+"""Circuits at the ends of float64's range, compared with the circuit of ordinary size times the right power."""
 
 import math
 from typing import Any
@@ -35,7 +35,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def wide(tensor: Tensor, power: int = 0) -> Any:
-    """In a type whose range is 1e-4932 to 1e4932, times ten to a power."""
+    """Return the values times a power of ten, in a type whose range is 1e-4932 to 1e4932."""
     return tensor.numpy().astype(np.longdouble) * np.longdouble(10) ** power
 
 
@@ -43,8 +43,8 @@ def norm(matrix: Any) -> Any:
     return np.sqrt((matrix**2).sum((-2, -1)))
 
 
-def figures_of_factors(left: Tensor, right: Tensor, of_left: int, of_right: int) -> dict[str, Any]:
-    """By the formulas on dense matrices, with the roots (CC')^{1/2} and (C'C)^{1/2} of the circuit of ordinary size."""
+def values_of_factors(left: Tensor, right: Tensor, of_left: int, of_right: int) -> dict[str, Any]:
+    """Evaluate the formulas on dense matrices, with the roots (CC')^{1/2} and (C'C)^{1/2} at ordinary size."""
     first, second = wide(left.mT @ left, 2 * of_left), wide(right @ right.mT, 2 * of_right)
     found = {"imbalance": norm(first - second) / (norm(first) + norm(second))}
     U, s, Vh = torch.linalg.svd(left @ right, full_matrices=False)
@@ -67,12 +67,12 @@ def assert_close(found: Tensor, expected: Any, name: str) -> None:
 
 @pytest.mark.parametrize(("of_left", "of_right"), STRETCHES)
 @pytest.mark.parametrize("columns", [12, 9], ids=["square", "oblong"])
-def test_every_figure_of_a_factored_circuit(of_left: int, of_right: int, columns: int) -> None:
+def test_every_quantity_of_a_factored_circuit(of_left: int, of_right: int, columns: int) -> None:
     left, right = random(2, 12, 4), random(2, 4, columns, seed=1)
     reference = Circuit(random(12, 2, seed=2), random(2, columns, seed=3))
     usual = measure(Circuit(left, right), reference)
     found = measure(Circuit(left * 10.0**of_left, right * 10.0**of_right), reference)
-    of_factors = figures_of_factors(left, right, of_left, of_right)
+    of_factors = values_of_factors(left, right, of_left, of_right)
     for name, figure in found.items():
         power = of_left + of_right if name in SIZES or name == "reference_scale" else 0
         assert_close(figure, of_factors.get(name, wide(usual[name], power)), name)
@@ -83,7 +83,7 @@ def test_every_figure_of_a_factored_circuit(of_left: int, of_right: int, columns
 
 @pytest.mark.parametrize("power", [-290, -200, -160, -154, 154, 160, 200, 290])
 @pytest.mark.parametrize("columns", [12, 9], ids=["square", "oblong"])
-def test_every_figure_of_a_collapsed_circuit(power: int, columns: int) -> None:
+def test_every_quantity_of_a_collapsed_circuit(power: int, columns: int) -> None:
     matrix, reference = random(3, 12, columns), Circuit(random(12, columns, seed=2))
     usual = measure(Circuit(matrix), reference)
     for name, figure in measure(Circuit(matrix * 10.0**power), reference).items():
@@ -161,7 +161,7 @@ def test_rates_of_a_preconditioner(power: int) -> None:
         assert_close(getattr(found, name), wide(getattr(usual, name), power), name)
 
 
-def test_rates_are_finite_where_sums_of_what_they_are_made_of_are_not() -> None:
+def test_rates_are_finite_even_if_intermediate_sums_are_not() -> None:
     values = torch.full((4,), 1.7e308, dtype=torch.float64)
     assert mean_rate(values, torch.Size((8, 8))).item() == pytest.approx(1.7e308, rel=1e-14)
     assert largest_rate(values).isinf()
@@ -169,7 +169,7 @@ def test_rates_are_finite_where_sums_of_what_they_are_made_of_are_not() -> None:
     assert self_rate(values).item() == pytest.approx(1.7e308 * (2 * (1 + 60 * 0.4**3) / (1 + 60 * 0.4**2)), rel=1e-14)
 
 
-def test_what_is_in_range_is_not_touched() -> None:
+def test_factors_in_range_are_not_scaled() -> None:
     for factor in (random(3, 4, 5), random(3, 4, 5).float(), torch.zeros(3, 4, 5, dtype=torch.float64)):
         same, exponent = in_range(factor)
         assert isinstance(exponent, int)

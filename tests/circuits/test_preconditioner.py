@@ -1,4 +1,4 @@
-"""Omega and the exact operator against the dense (pq) x (pq) Kronecker sums."""
+"""Omega and the exact operator, compared with dense (pq) x (pq) Kronecker sums."""
 
 import numpy as np
 import pytest
@@ -96,7 +96,7 @@ def test_exact_step_is_the_velocity_of_gradient_descent_on_the_factors() -> None
     np.testing.assert_allclose(exact_step(Circuit(left, right), gradient), velocity, rtol=1e-7, atol=1e-8)
 
 
-def test_omega_is_exact_for_balanced_factors_alone() -> None:
+def test_omega_is_exact_only_for_balanced_factors() -> None:
     circuit, gradient = balanced(6, 5, 3), random(6, 5, seed=9)
     assert circuit.right is not None
     step = exact_step(circuit, gradient)
@@ -142,7 +142,7 @@ def test_agreement_and_imbalance_against_dense_matrices(circuit: Circuit) -> Non
     assert imbalance(circuit).item() == pytest.approx(np.linalg.norm(first - second) / size, rel=1e-12)
 
 
-def test_batches_are_their_matrices_one_by_one() -> None:
+def test_a_batch_gives_the_results_of_its_matrices() -> None:
     left, right, gradient = random(2, 1, 5, 3), random(4, 3, 6, seed=1), random(4, 5, 6, seed=2)
     circuit = Circuit(left, right)
     applied, stepped = Preconditioner(circuit).apply(gradient), exact_step(circuit, gradient)
@@ -184,7 +184,7 @@ def test_small_circuits_have_a_self_rate() -> None:
     assert Preconditioner(small).self_rate.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_nothing_of_the_size_of_a_side_squared_is_formed() -> None:
+def test_no_square_matrix_of_a_side_is_formed() -> None:
     # (CC')^{1/2} alone would take 320 gigabytes.
     left = torch.eye(200_000, 2, dtype=torch.float64)
     circuit, gradient = Circuit(left, random(2, 3)), torch.ones(200_000, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Reading: the weights of a file layer by layer, by a mapping or recognised; every fault in one line."""
+"""Reading a file's weights layer by layer, by a mapping or recognised, with every fault reported in one line."""
 
 import json
 import os
@@ -118,12 +118,12 @@ def faults(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("half.pt", "cannot be read as a PyTorch file|no PyTorch file"),
+        ("half.pt", "cannot be read as a PyTorch file|not a PyTorch file"),
         ("half_old.pt", "cut short"),
         ("half.safetensors", "cannot be read as safetensors"),
         ("empty.pt", "is empty"),
         ("empty.safetensors", "is empty"),
-        ("text.pt", "is no PyTorch file"),
+        ("text.pt", "is not a PyTorch file"),
         ("text.safetensors", "cannot be read as safetensors"),
         ("list.pt", "holds a list; expected a dictionary of tensors"),
         ("code.pt", "wants to run code .*refused; .*--trust-pickle"),
@@ -181,7 +181,7 @@ def test_each_layer_gives_what_a_loop_over_layers_does(tmp_path, threads, kind):
             torch.testing.assert_close(values[head], wanted, rtol=1e-9, atol=0)
 
 
-def test_a_fault_in_a_layer_is_told_from_each_layer_too(tmp_path, threads):
+def test_a_fault_in_a_layer_is_raised_by_each_layer_too(tmp_path, threads):
     tensors = state(layers=5) | {"layers.3.q": torch.randn(13, 12)}
     path = tmp_path / "step_1.safetensors"
     save_file(tensors, path)
@@ -193,7 +193,7 @@ def test_a_fault_in_a_layer_is_told_from_each_layer_too(tmp_path, threads):
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "legacy.pt"])
 def test_what_was_read_stays_when_the_file_is_written_again(tmp_path, kind):
-    """In place and shorter, as training does that keeps its last state under one name: a mapped page would be gone."""
+    """The file is overwritten in place by a shorter one, as when training keeps only its last state."""
     path, tensors = tmp_path / f"last.{kind}", state(layers=3)
 
     def save(saved: dict[str, torch.Tensor]) -> None:
@@ -238,8 +238,8 @@ def test_layers_are_read_side_by_side(tmp_path):
         torch.set_num_threads(before)
 
 
-def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
-    """A mapped file stays whole until it is let go, as of a run that keeps its last checkpoints alone."""
+def test_a_file_that_is_deleted_after_it_was_opened(tmp_path):
+    """A mapped file stays readable until it is released, as when a run keeps only its last checkpoints."""
     for kind in ("pt", "safetensors"):
         path, tensors = tmp_path / f"step_1.{kind}", state()
         (torch.save if kind == "pt" else save_file)(tensors, path)
@@ -253,7 +253,7 @@ def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
 
 
 @pytest.mark.parametrize("changed", ["size", "time"])
-def test_size_and_time_each_tell_that_a_file_was_written(tmp_path, changed):
+def test_a_change_of_size_or_time_shows_that_a_file_was_written(tmp_path, changed):
     path = tmp_path / "file"
     path.write_bytes(b"one")
     os.utime(path, ns=(10**18, 10**18))
@@ -264,7 +264,7 @@ def test_size_and_time_each_tell_that_a_file_was_written(tmp_path, changed):
         place_of(path).demand_version(version)
 
 
-def test_shards_of_two_moments_are_refused(tmp_path):
+def test_shards_of_two_different_saves_are_refused(tmp_path):
     tensors = state()
     for layer in range(2):
         held = {name: tensor for name, tensor in tensors.items() if f".{layer}." in name}

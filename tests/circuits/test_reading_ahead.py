@@ -1,4 +1,4 @@
-"""Reading ahead: the order, what is begun when, and failures in their place."""
+"""Reading ahead: the order, which reading starts when, and failures in the right position."""
 
 import threading
 

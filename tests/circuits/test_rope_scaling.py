@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions, from configs of either age, against the tables of transformers' own models."""
+"""Scaled rotary frequencies from old and new configs, compared with the tables of transformers' own models."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def assert_as_in(model, folder):
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_config_of_today(kind, tmp_path):
+def test_a_current_config(kind, tmp_path):
     assert_as_in(llama(kind, tmp_path), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions against dense rotation matrices, and W_QK(offset) against the scores of real models."""
+"""Rotary positions, compared with dense rotation matrices and with the scores of real models."""
 
 import math
 
@@ -108,7 +108,7 @@ def test_w_qk_at_the_offset_gives_the_scores_of_the_model(family, tmp_path):
         (Rotary.of_base(14, BASE), "14 dimensions should rotate, but a head has only 12"),
     ],
 )
-def test_rotation_that_is_not_known_or_does_not_fit_is_refused(rotary, told):
+def test_an_unknown_or_unfitting_rotation_is_refused(rotary, told):
     weights = AttentionWeights(0, W_Q=draw(2, 20, 12), W_K=draw(2, 20, 12), facts=AttentionFacts(rotary=rotary))
     assert weights.qk(rotary_offset=0).shape == (2, 20, 20)
     with pytest.raises(CallError, match=told):
@@ -131,7 +131,7 @@ def test_frequencies_are_finite():
         Rotary(dims=4, frequencies=(1.0, math.nan))
 
 
-def test_where_it_is_not_known_whether_positions_rotate_an_offset_is_refused():
+def test_an_offset_is_refused_if_it_is_unknown_whether_positions_rotate():
     facts = AttentionFacts(unknown=frozenset({"rotary"}))
     weights = AttentionWeights(0, W_Q=draw(2, 20, 12), W_K=draw(2, 20, 12), facts=facts)
     with pytest.raises(CallError, match="whether positions rotate queries and keys in layer 0 is not known"):

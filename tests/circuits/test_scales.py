@@ -1,4 +1,4 @@
-"""Every figure of `measure` against its formula on a dense float64 matrix."""
+"""Every quantity of `measure`, compared with its formula on a dense float64 matrix."""
 
 import math
 
@@ -63,7 +63,7 @@ def expected_figures(matrix: np.ndarray, rank: int, reference: np.ndarray) -> di
 
 @pytest.mark.parametrize("columns", [12, 9], ids=["square", "oblong"])
 @pytest.mark.parametrize("rank", [4, None, 15], ids=["factored", "collapsed", "rank beyond size"])
-def test_every_figure_of_every_matrix(columns: int, rank: int | None) -> None:
+def test_every_quantity_of_every_matrix(columns: int, rank: int | None) -> None:
     if rank is None:
         circuit = Circuit(random(2, 3, 12, columns))
     else:
@@ -89,7 +89,7 @@ def test_every_figure_of_every_matrix(columns: int, rank: int | None) -> None:
             np.testing.assert_allclose(figures[name], value, rtol=1e-12)
 
 
-def test_names_follow_what_was_asked() -> None:
+def test_the_arguments_decide_which_quantities_are_returned() -> None:
     square = Circuit(random(6, 2), random(2, 6))
     plain = measure(square, eigenvalues=False)
     assert sorted(plain) == sorted([*OF_THE_SPECTRUM, *OF_THE_FACTORS, *OF_SYMMETRY, "singular_values"])
@@ -99,7 +99,7 @@ def test_names_follow_what_was_asked() -> None:
     assert all(collapsed[name].isnan() for name in OF_THE_FACTORS)
 
 
-def test_figures_of_matrices_that_are_known_by_hand() -> None:
+def test_quantities_of_matrices_computed_by_hand() -> None:
     identity, turn = torch.eye(4, dtype=torch.float64), torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     copying = measure(Circuit(3 * identity, identity), Circuit(identity))
     for name, value in {

@@ -1,4 +1,4 @@
-"""Singular values, vectors and norms against constructed, 50-digit and dense float64 values."""
+"""Singular values, vectors and norms, compared with constructed, 50-digit and dense float64 values."""
 
 import math
 
@@ -175,7 +175,7 @@ def test_shared_factors_broadcast() -> None:
 
 
 @pytest.mark.parametrize("shared", ["left", "right"])
-def test_a_factor_without_heads_is_shared_by_all(shared: str) -> None:
+def test_a_factor_without_a_head_dimension_is_shared_by_all_heads(shared: str) -> None:
     left, right = random(3, 40, 5), random(3, 5, 30, seed=1)
     left, right = (left[0], right) if shared == "left" else (left, right[0])
     expected = np.linalg.svd(left.double().numpy() @ right.double().numpy(), compute_uv=False)[:, :5]
@@ -197,7 +197,7 @@ def test_rank_beyond_the_size_of_the_matrix(rows: int, rank: int, columns: int) 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 )
-def test_narrow_types_lose_nothing_more(dtype: torch.dtype) -> None:
+def test_narrow_types_lose_no_further_accuracy(dtype: torch.dtype) -> None:
     left, right = random(12, 50, 8).to(dtype), random(12, 8, 40, seed=1).to(dtype)
     right[3] = 0
     circuit, dense = Circuit(left, right), left.double().numpy() @ right.double().numpy()
@@ -234,7 +234,7 @@ def test_an_empty_batch_has_an_empty_spectrum() -> None:
     assert circuit.frobenius_norm().shape == (0,)
 
 
-def test_figures_carry_no_gradient() -> None:
+def test_results_carry_no_gradient() -> None:
     left = random(10, 3).requires_grad_()
     circuit = Circuit(left, left.mT)
     assert not any(

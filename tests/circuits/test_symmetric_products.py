@@ -1,4 +1,4 @@
-"""Products with the transpose, by panels and by numpy's own way, against sums written out by einsum."""
+"""Products with the transpose, by panels and by numpy alone, compared with sums written out in einsum."""
 
 import numpy as np
 import pytest
@@ -38,14 +38,14 @@ def test_products_are_those_of_einsum_and_symmetric(has_small_products, shape, l
     assert np.array_equal(wide, before)
 
 
-def test_some_of_a_larger_array_is_written_alone(has_small_products):
+def test_only_the_given_slice_of_a_larger_array_is_written(has_small_products):
     wide, out = np.ones((4, 10, 30)), np.zeros((4, 10, 10))
     multiply_by_transpose(wide[1:3], out[1:3])
     assert out[1:3].min() == out[1:3].max() == 30
     assert not out[[0, 3]].any()
 
 
-def test_no_matrices_at_all(has_small_products):
+def test_an_empty_batch_writes_nothing(has_small_products):
     multiply_by_transpose(np.ones((0, 10, 30)), np.ones((0, 10, 10)))
 
 

@@ -1,4 +1,4 @@
-"""Files of weights: read as other libraries wrote them, and every fault told in one line."""
+"""Files of weights as other libraries write them, with every fault reported in one line."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.flatten().view(torch.uint8).tolist() if tensor.numel() else []
 
 
-def test_only_the_tensors_that_are_asked_for_are_read(tmp_path, monkeypatch):
+def test_only_requested_tensors_are_read(tmp_path, monkeypatch):
     save_file({"a": torch.ones(1000), "b": torch.ones(10**6), "c": torch.ones(10)}, tmp_path / "a.safetensors")
     file = open_weights(tmp_path / "a.safetensors")
     read = []
@@ -82,17 +82,17 @@ def entry(shape: list[int], start: int, stop: int, dtype: str = "F32") -> dict:
     ("content", "message"),
     [
         (b"1234567", "7 bytes, fewer than the length of a header"),
-        (header({}, length=2**62), "its header would be of 4611686018427387904 bytes"),
-        (header({}, length=50), "its header would be of 50 bytes"),
-        (header(b"not json"), "its header is no JSON"),
-        (header(b"\xff\xfe{}"), "its header is no JSON"),
-        (header([1, 2]), "its header is no table of tensors"),
-        (header({"__metadata__": {"a": 1}}), "its metadata is no table of strings"),
-        (header({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)), "does not say where a lies"),
-        (header({"a": 5}), "does not say where a lies"),
+        (header({}, length=2**62), "its header would have 4611686018427387904 bytes"),
+        (header({}, length=50), "its header would have 50 bytes"),
+        (header(b"not json"), "its header is not JSON"),
+        (header(b"\xff\xfe{}"), "its header is not JSON"),
+        (header([1, 2]), "its header is not a table of tensors"),
+        (header({"__metadata__": {"a": 1}}), "its metadata is not a table of strings"),
+        (header({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)), "does not say where a is"),
+        (header({"a": 5}), "does not say where a is"),
         (header({"a": entry([-1], 0, 4)}, bytes(4)), r"a has shape \[-1\]"),
         (header({"a": entry([1], 4, 0)}, bytes(4)), "a has shape .* offsets 4 to 0"),
-        (header({"a": entry([3], 0, 8)}, bytes(8)), r"a of shape \[3\] and dtype F32 is given 8 bytes"),
+        (header({"a": entry([3], 0, 8)}, bytes(8)), r"a of shape \[3\] and dtype F32 has 8 bytes"),
         (header({"a": entry([2], 0, 8)}, bytes(7)), "its tensors end at"),
         (header({"a": entry([2], 0, 8)}, bytes(9)), "its tensors end at"),
         (header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)), "b begins at byte"),
@@ -123,7 +123,7 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
     save_file({"a": torch.ones(1000)}, path)
     file = open_weights(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(QkovError, match="before its tensors do: copy it again"):
+    with pytest.raises(QkovError, match="before its tensors do; copy it again"):
         place_of(path).fetch([(3900, 4070)])
     with pytest.raises(QkovError, match="was written again after it was opened"):
         file.read(["a"])
@@ -132,14 +132,14 @@ def test_a_file_that_shrinks_after_it_was_opened(tmp_path):
         file.read(["a"])
 
 
-def test_a_dtype_that_torch_does_not_have_is_told_when_it_is_asked_for(tmp_path):
+def test_a_dtype_that_torch_does_not_have_is_reported_on_request(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(
         header({"a": entry([1], 0, 4), "b": entry([3], 4, 7, "F7_X")}, struct.pack("<f", 2.5) + bytes(3))
     )
     file = open_weights(tmp_path / "a.safetensors")
     assert file.shapes["b"] == (3,)
     assert file.read(["a"])["a"].item() == 2.5
-    with pytest.raises(QkovError, match=r"b in .* is of dtype F7_X, which cannot be read"):
+    with pytest.raises(QkovError, match=r"b in .* has dtype F7_X, which cannot be read"):
         file.read(["b"])
 
 
@@ -211,13 +211,13 @@ def faults(tmp_path):
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("half_whole.pt", QkovError, "cannot be read as a PyTorch file|no PyTorch file"),
+        ("half_whole.pt", QkovError, "cannot be read as a PyTorch file|not a PyTorch file"),
         ("half_old.pt", QkovError, "cut short"),
         ("other.pt", QkovError, "cannot be read as a PyTorch file"),
         ("empty.pt", QkovError, "is empty"),
         ("empty.safetensors", QkovError, "is empty"),
-        ("text.pt", QkovError, "is no PyTorch file"),
-        ("text.bin", QkovError, "is no PyTorch file"),
+        ("text.pt", QkovError, "is not a PyTorch file"),
+        ("text.bin", QkovError, "is not a PyTorch file"),
         ("text.safetensors", QkovError, "cannot be read as safetensors"),
         ("list.pt", QkovError, "holds a list; expected a dictionary of tensors"),
         ("code.pt", QkovError, "wants to run code .*mkdir.*refused; .*--trust-pickle"),
@@ -292,13 +292,13 @@ def test_dictionaries_that_hold_themselves(tmp_path):
         open_weights(tmp_path / "a.pt")
 
 
-def test_headers_that_are_nested_without_end(tmp_path):
+def test_headers_nested_too_deeply(tmp_path):
     deep = b"[" * 100_000
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
-    with pytest.raises(QkovError, match="its header is no JSON"):
+    with pytest.raises(QkovError, match="its header is not JSON"):
         open_weights(tmp_path / "a.safetensors")
     (tmp_path / "model.safetensors.index.json").write_bytes(deep)
-    with pytest.raises(QkovError, match="is no index"):
+    with pytest.raises(QkovError, match="is not an index"):
         open_weights(tmp_path / "model.safetensors.index.json")
 
 

@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention and what is built of it: what is read of its state dict attends as the module does."""
+"""torch.nn.MultiheadAttention and modules built from it: the weights read from a state dict attend like the module."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ TOLERANCE = 1e-9
 
 
 def module(made: nn.Module) -> Any:
-    """With weights of ordinary size everywhere, biases among them, in float64."""
+    """Give every parameter, biases included, values of ordinary size in float64."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():

@@ -17,7 +17,7 @@ def drawn(*shape):
 
 
 def weights_of(heads, shared, biases):
-    """Leaves; the widths of the two circuits' outer sides differ where they can."""
+    """Make leaves; the widths of the two circuits' outer sides differ where they can."""
     torch.manual_seed(0)
     few = heads // shared
     sizes = {"W_Q": (heads, D_MODEL, D_HEAD), "W_K": (few, D_MODEL, D_HEAD)}
@@ -31,14 +31,14 @@ def with_one(x):
 
 
 def loss_of(W_QK, W_OV, x):
-    """Attention by the products, [head, key, query] and [head, write, read]; with a 1 behind the stream for biases."""
+    """Attend by the products [head, key, query] and [head, write, read]; biases extend the stream by a 1."""
     keys, queries, read = (with_one(x) if size > D_MODEL else x for size in (*W_QK.shape[1:], W_OV.shape[2]))
     pattern = (queries @ W_QK.mT @ keys.mT / D_HEAD**0.5).softmax(dim=-1)
     return (pattern @ read @ W_OV.mT).sum(0).tanh().square().sum()
 
 
 def products(leaves, shared):
-    """The products by hand: one head at a time, each factor with its bias as one row more."""
+    """Form the products one head at a time, with each factor's bias as an additional row."""
     tall = {}
     for side in "QKV":
         W, b = leaves[f"W_{side}"], leaves.get(f"b_{side}")
@@ -95,6 +95,6 @@ def test_collapsed_circuits_have_no_factors():
     ],
     ids=["plain", "rotary", "QK-norm", "clipped", "what only the scores know"],
 )
-def test_what_the_loss_does_not_know_by_its_product_is_told(changes, expected):
+def test_circuits_that_are_not_seen_as_products_are_named_with_the_reason(changes, expected):
     weights = AttentionWeights(0, **{name: leaf.detach() for name, leaf in weights_of(2, 1, ()).items()})
     assert without_product(dataclasses.replace(weights, **changes)) == expected

@@ -1,4 +1,4 @@
-"""In every family of models the factors have the gradients of one product, biases and shared heads with them."""
+"""In every family of models the factors have the gradients of one product, including biases and shared heads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +35,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_gradients_of_the_factors_are_those_of_their_product_or_it_is_told_why_not(family):
+def test_gradients_of_the_factors_are_those_of_their_product_or_the_reason_is_given(family):
     model = build(family)
     torch.manual_seed(1)
     inputs = family.inputs(model.config) if family.inputs else {"input_ids": torch.randint(3, 50, (1, LENGTH))}
@@ -54,7 +54,7 @@ def test_gradients_of_the_factors_are_those_of_their_product_or_it_is_told_why_n
         for name, circuit in circuits.items():
             agreement = gradient_disagreement(circuit, of_gradients[name])
             if name not in reasons:
-                assert (agreement < ROUNDING).all(), (name, weights.place)
+                assert (agreement < ROUNDING).all(), (name, weights.label)
             # What is clipped where it is too large may nowhere be so.
             elif "clipped" not in reasons[name]:
-                assert (agreement > LARGEST_DISAGREEMENT).all(), (name, weights.place)
+                assert (agreement > LARGEST_DISAGREEMENT).all(), (name, weights.label)

@@ -1,4 +1,4 @@
-"""Folders of weights: which file counts, what stands beside it, and why some cannot be read as they are."""
+"""Folders of weights: which file counts, which files beside it are used, and why some cannot be read as they are."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_a_model_that_transformers_saved_in_parts(tmp_path):
         assert torch.equal(tensor, state[name]), name
 
 
-def test_one_file_of_a_model_says_that_it_is_not_all_of_it(tmp_path):
+def test_a_lone_shard_says_that_it_is_not_the_whole_model(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_head=2, n_embd=32, n_positions=16, vocab_size=64))
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     files = sorted(tmp_path.glob("model-*.safetensors"))
@@ -78,7 +78,7 @@ def _opened(file):
         return None
 
 
-def test_a_file_of_a_model_is_opened_when_a_tensor_of_it_is_asked_for(tmp_path):
+def test_a_shard_is_opened_when_one_of_its_tensors_is_requested(tmp_path):
     index = sharded(tmp_path / "m")
     (index.parent / "model-00002-of-00002.safetensors").write_bytes(b"damaged")
     file = open_weights(index)
@@ -91,15 +91,15 @@ def test_a_file_of_a_model_is_opened_when_a_tensor_of_it_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no index: expected JSON with a weight_map"),
-        ("[1]", "is no index: expected JSON with a weight_map"),
-        ("{}", "is no index: expected JSON with a weight_map"),
+        ("{", "is not an index: expected JSON with a weight_map"),
+        ("[1]", "is not an index: expected JSON with a weight_map"),
+        ("{}", "is not an index: expected JSON with a weight_map"),
         ('{"weight_map": {}}', "names no tensors"),
         ('{"weight_map": {"a": 1}}', "names no tensors"),
         ('{"weight_map": ["a"]}', "names no tensors"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing, and .* names it"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors is missing, but .* names it"),
         *(
-            (json.dumps({"weight_map": {"a": out}}), "points out of its folder: .* a is in .*refused")
+            (json.dumps({"weight_map": {"a": out}}), "points outside its folder: .* a is in .*refused")
             for out in (
                 *("../model.safetensors", "/etc/passwd", "sub/../../x.safetensors", "C:\\x.safetensors", "..\\x.bin"),
                 *("s3://bucket/x.safetensors", "\\\\host\\x.bin"),
@@ -118,16 +118,16 @@ def test_a_damaged_index(tmp_path, content, message):
     assert "model.safetensors.index.json" in str(caught.value)
 
 
-def test_an_index_that_does_not_agree_with_its_files(tmp_path):
+def test_an_index_that_does_not_match_its_files(tmp_path):
     index = sharded(tmp_path / "m", weight_map={"a": "model-00002-of-00002.safetensors"})
     file = open_weights(index)
-    with pytest.raises(QkovError, match=r"says that model-00002-of-00002.safetensors holds a, and it does not"):
+    with pytest.raises(QkovError, match=r"says that model-00002-of-00002.safetensors holds a, but it does not"):
         file.read(["a"])
-    with pytest.raises(QkovError, match=r"says that model-00002-of-00002.safetensors holds a, and it does not"):
+    with pytest.raises(QkovError, match=r"says that model-00002-of-00002.safetensors holds a, but it does not"):
         _ = file.shapes["a"]
 
 
-def test_an_index_that_an_older_save_left_does_not_count(tmp_path):
+def test_the_index_of_an_older_save_does_not_count(tmp_path):
     index = sharded(tmp_path / "m")
     save_file({"new": torch.ones(1)}, tmp_path / "m" / "model.safetensors")
     assert set(open_weights(tmp_path / "m").shapes) == {"a", "b", "c"}
@@ -135,7 +135,7 @@ def test_an_index_that_an_older_save_left_does_not_count(tmp_path):
         part.unlink()
     assert set(open_weights(tmp_path / "m").shapes) == {"new"}
     (tmp_path / "m" / "model.safetensors").unlink()
-    with pytest.raises(QkovError, match=rf"model-00001-of-00002.safetensors is missing, and {index} names it"):
+    with pytest.raises(QkovError, match=rf"model-00001-of-00002.safetensors is missing, but {index} names it"):
         open_weights(tmp_path / "m")
 
 
@@ -150,7 +150,7 @@ ORDER = [
 
 
 @pytest.mark.parametrize("first", range(len(ORDER)))
-def test_the_surest_weights_of_a_folder_count(tmp_path, first):
+def test_the_most_reliable_weights_of_a_folder_count(tmp_path, first):
     for name in ORDER[first:]:
         (tmp_path / name).write_text('{"weight_map": {"a": "README.md"}}' if name.endswith(".json") else "")
     companions = (
@@ -258,7 +258,7 @@ def test_the_config_beside_the_weights(tmp_path, name, content, config):
         assert (file.config, file.config_origin) == (config, name)
 
 
-def test_the_config_of_a_run_stands_above_its_steps_and_nowhere_else(tmp_path):
+def test_the_config_above_a_step_folder_counts_and_above_others_does_not(tmp_path):
     weights(tmp_path / "checkpoint-500")
     weights(tmp_path / "final")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
@@ -268,7 +268,7 @@ def test_the_config_of_a_run_stands_above_its_steps_and_nowhere_else(tmp_path):
     assert open_weights(tmp_path / "checkpoint-500").config == {"model_type": "opt"}
 
 
-def test_a_config_beside_a_torch_file_counts_before_the_one_within(tmp_path):
+def test_a_config_beside_a_torch_file_counts_before_the_one_in_it(tmp_path):
     torch.save({"w": torch.ones(1), "model_args": {"n_head": 4}}, tmp_path / "a.pt")
     assert open_weights(tmp_path).config_origin == "model_args in the file"
     (tmp_path / "config.json").write_text('{"n_head": 8}')
@@ -296,7 +296,7 @@ def test_a_config_beside_a_torch_file_counts_before_the_one_within(tmp_path):
         ),
     ],
 )
-def test_what_stands_beside_the_weights_is_damaged(tmp_path, name, content, message):
+def test_damaged_sidecars(tmp_path, name, content, message):
     weights(tmp_path)
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(QkovError, match=message) as caught:
@@ -304,7 +304,7 @@ def test_what_stands_beside_the_weights_is_damaged(tmp_path, name, content, mess
     assert "\n" not in str(caught.value)
 
 
-def test_the_trainer_tells_the_loss_and_the_learning_rate_of_the_step(tmp_path):
+def test_the_trainers_state_gives_the_loss_and_the_learning_rate_of_the_step(tmp_path):
     weights(tmp_path / "checkpoint-20")
     history = [
         {"step": 10, "loss": 3.5, "learning_rate": 0.1, "epoch": 0.5},
@@ -321,7 +321,7 @@ def test_the_trainer_tells_the_loss_and_the_learning_rate_of_the_step(tmp_path):
     assert open_weights(tmp_path / "checkpoint-20").scalars == {}
 
 
-def test_an_address_that_is_nothing(tmp_path):
+def test_an_address_without_anything(tmp_path):
     with pytest.raises(CallError, match="none is not a file and not a folder"):
         open_weights(tmp_path / "none")
     with pytest.raises(CallError, match="is not a file and not a folder"):

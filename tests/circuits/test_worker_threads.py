@@ -1,4 +1,4 @@
-"""Work in threads: every part once and in order, and everybody's own numbers of threads as they were."""
+"""Work in threads: every part runs once, results are in order, and thread counts are restored."""
 
 import multiprocessing
 import signal
@@ -16,7 +16,7 @@ from threadpoolctl import ThreadpoolController, threadpool_limits
 
 @pytest.fixture
 def two_threads():
-    """Of torch and of numpy, whatever the environment says, and workers that are not there yet."""
+    """Give torch and numpy two threads whatever the environment says, and start without workers."""
     before = torch.get_num_threads()
     _idle.clear()
     torch.set_num_threads(2)
@@ -36,7 +36,7 @@ def test_the_parts_are_the_whole_in_order(two_threads, count):
     assert len(parts) == max(1, min(2, count))
 
 
-def test_each_part_has_one_thread_and_everybody_else_what_they_had(two_threads):
+def test_each_part_has_one_thread_and_other_thread_counts_stay(two_threads):
     numpys = numpy_threads()
     seen = in_threads(lambda *_: (torch.get_num_threads(), threading.current_thread().name, numpy_threads()), 2)
     assert all(threads == 1 and name.startswith("qkov") for threads, name, _ in seen)
@@ -50,7 +50,7 @@ def test_each_part_has_one_thread_and_everybody_else_what_they_had(two_threads):
     assert others == [2]
 
 
-def test_an_error_in_a_part_is_the_caller_s_and_threads_are_set_back(two_threads):
+def test_an_error_in_a_part_reaches_the_caller_and_thread_counts_are_restored(two_threads):
     def fails(*_):
         raise ValueError("in a part")
 
@@ -60,7 +60,7 @@ def test_an_error_in_a_part_is_the_caller_s_and_threads_are_set_back(two_threads
     assert numpy_threads() == numpys
 
 
-def test_callers_at_once_leave_numpy_the_threads_that_it_had(two_threads):
+def test_concurrent_callers_restore_numpys_thread_count(two_threads):
     numpys = numpy_threads()
     assert set(numpys) == {2}
     is_working, may_end = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ def test_callers_at_once_leave_numpy_the_threads_that_it_had(two_threads):
 @pytest.mark.parametrize(
     ("left", "right"), [((5,), (5,)), ((1,), (5,)), ((5,), ()), ((2, 7), (7,)), ((7,), (2, 1)), ((0,), (0,))]
 )
-def test_spectra_in_threads_are_those_of_one(two_threads, left, right):
+def test_spectra_do_not_depend_on_the_number_of_threads(two_threads, left, right):
     """Whatever of the batch is shared; and the SVD gives back the matrices."""
     torch.manual_seed(0)
     circuit = Circuit(torch.randn(*left, 40, 6), torch.randn(*right, 6, 30))
@@ -106,7 +106,7 @@ def test_a_forked_process_has_threads_of_its_own(two_threads):
         assert torch.equal(pool.apply_async(circuit.singular_values).get(timeout=60), values)
 
 
-def test_items_are_worked_on_side_by_side_and_come_in_order(two_threads):
+def test_items_run_in_parallel_and_results_are_in_order(two_threads):
     together = threading.Barrier(2)
     has_ended = [threading.Event() for _ in range(6)]
 
@@ -127,7 +127,7 @@ def test_items_are_worked_on_side_by_side_and_come_in_order(two_threads):
     assert side_by_side(job, []) == []
 
 
-def test_no_more_items_are_there_than_are_worked_on(two_threads):
+def test_no_more_items_are_in_memory_than_are_worked_on(two_threads):
     alive, most = weakref.WeakSet(), []
 
     class Item:
@@ -149,7 +149,7 @@ def test_no_more_items_are_there_than_are_worked_on(two_threads):
     assert max(most) == 2
 
 
-def test_after_an_error_no_more_are_begun_and_nothing_works_on(two_threads):
+def test_after_an_error_no_further_job_starts_or_runs_on(two_threads):
     begun, ended = [], []
     has_other_begun, fails = threading.Event(), threading.Event()
 
@@ -175,7 +175,7 @@ def test_after_an_error_no_more_are_begun_and_nothing_works_on(two_threads):
     assert numpy_threads() == numpys
 
 
-def test_an_error_in_what_brings_the_items_is_the_caller_s(two_threads):
+def test_an_error_in_the_iterator_reaches_the_caller(two_threads):
     def items():
         yield 1
         raise OSError("the file ends")
@@ -184,7 +184,7 @@ def test_an_error_in_what_brings_the_items_is_the_caller_s(two_threads):
         side_by_side(lambda number: number, items())
 
 
-def test_an_interrupt_waits_for_what_was_begun(two_threads, heard_interrupts):
+def test_an_interrupt_waits_for_running_jobs(two_threads, heard_interrupts):
     begun, ended = [], []
 
     def job(number: int) -> None:
@@ -204,18 +204,18 @@ def test_an_interrupt_waits_for_what_was_begun(two_threads, heard_interrupts):
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_gradients_are_as_for_the_caller(two_threads, enabled, threads):
+def test_jobs_record_gradients_if_the_caller_does(two_threads, enabled, threads):
     torch.set_num_threads(threads)
     with torch.set_grad_enabled(enabled):
         assert side_by_side(lambda _: torch.is_grad_enabled(), range(4)) == [enabled] * 4
 
 
-def test_one_thread_is_the_caller_s_own(two_threads):
+def test_with_one_thread_jobs_run_in_the_callers_thread(two_threads):
     torch.set_num_threads(1)
     assert side_by_side(lambda _: threading.current_thread(), range(3)) == [threading.current_thread()] * 3
 
 
-def test_jobs_side_by_side_may_have_parts_of_their_own(two_threads):
+def test_parallel_jobs_may_split_their_own_work(two_threads):
     products = side_by_side(lambda seed: Circuit(*factors(seed)).singular_values(), range(6))
     for seed, found in enumerate(products):
         left, right = factors(seed)
@@ -286,7 +286,7 @@ def test_a_job_may_wait_for_threads_of_its_own(two_threads, within):
         torch.testing.assert_close(values, wanted, rtol=1e-12, atol=0)
 
 
-def test_nobody_waits_for_the_items_of_another(two_threads):
+def test_callers_do_not_wait_for_each_others_items(two_threads):
     may_end = threading.Event()
     working = threading.Thread(target=side_by_side, args=(lambda _: may_end.wait(60), range(2)))
     working.start()
@@ -298,7 +298,7 @@ def test_nobody_waits_for_the_items_of_another(two_threads):
         working.join()
 
 
-def test_threads_that_cannot_be_started_are_an_error_and_not_the_end(two_threads, monkeypatch):
+def test_threads_that_cannot_start_raise_an_error_instead_of_hanging(two_threads, monkeypatch):
     started, start = [], threading.Thread.start
 
     def only_one(thread: threading.Thread) -> None:
@@ -318,7 +318,7 @@ def test_threads_that_cannot_be_started_are_an_error_and_not_the_end(two_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_figures_in_inference_mode_leave_those_after_it_alone(two_threads, threads):
+def test_inference_mode_does_not_affect_later_calls(two_threads, threads):
     torch.set_num_threads(threads)
     left, right = (factor.float()[:1] for factor in factors(0))
     with torch.inference_mode():

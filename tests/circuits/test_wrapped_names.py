@@ -18,7 +18,7 @@ def layers(width: int = 12) -> nn.ModuleList:
 @pytest.mark.parametrize(
     "wrapper", ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module._orig_mod"]
 )
-def test_wrappers_in_the_middle_of_names_are_looked_through(wrapper, tmp_path):
+def test_wrappers_in_the_middle_of_names_are_removed(wrapper, tmp_path):
     state = nn.ModuleDict({"layers": layers()}).state_dict()
     torch.save({name.replace(".self", f".{wrapper}.self"): t for name, t in state.items()}, tmp_path / "wrapped.pt")
     torch.save(state, tmp_path / "plain.pt")
@@ -30,7 +30,7 @@ def test_wrappers_in_the_middle_of_names_are_looked_through(wrapper, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "module.", "state_dict.model.", "_forward_module.model."])
-def test_what_trainers_put_in_front(prefix, tmp_path):
+def test_prefixes_of_trainers(prefix, tmp_path):
     state = nn.ModuleDict({"layers": layers()}).state_dict()
     torch.save({prefix + name: tensor for name, tensor in state.items()}, tmp_path / "epoch.ckpt")
     assert open_checkpoint(tmp_path / "epoch.ckpt", heads=2).layer_keys == [("", 0), ("", 1)]
@@ -42,14 +42,14 @@ def test_a_file_that_was_not_wrapped_is_itself(tmp_path):
     assert unwrapped(file) is file
 
 
-def test_a_part_of_a_name_is_no_wrapper(tmp_path):
+def test_part_of_a_name_is_not_a_wrapper(tmp_path):
     save_file({"my_orig_mod.x": torch.ones(2), "a._orig_mod.b": torch.zeros(3)}, tmp_path / "model.safetensors")
     file = unwrapped(open_weights(tmp_path / "model.safetensors"))
     assert dict(file.shapes) == {"my_orig_mod.x": (2,), "a.b": (3,)}
     assert torch.equal(file.read(["a.b"])["a.b"], torch.zeros(3))
 
 
-def test_the_same_weights_twice_are_asked_about(tmp_path):
+def test_the_same_weights_twice_are_refused(tmp_path):
     state = nn.ModuleDict({"layers": layers()}).state_dict()
     twice = state | {name.replace("self_attn", "_orig_mod.self_attn"): tensor + 1 for name, tensor in state.items()}
     torch.save(twice, tmp_path / "model.pt")

@@ -164,10 +164,10 @@ def _values(
     """Return what each query head carries of each token, and the matrices that write it, [head, inner, d_model]."""
     if weights.facts.cross:
         raise CallError(
-            f"{weights.place} is cross-attention: its keys are tokens of another sequence, so value norms do not apply"
+            f"{weights.label} is cross-attention: its keys are tokens of another sequence, so value norms do not apply"
         )
     if not weights.has_ov:
-        raise CallError(f"{weights.place} has no W_OV; value norms need W_V and W_O, or W_OV itself")
+        raise CallError(f"{weights.label} has no W_OV; value norms need W_V and W_O, or W_OV itself")
     read = upcast(inputs).flatten(0, 1)
     if weights.W_OV is not None:
         written = weights.W_OV.mT.to(read.device)
