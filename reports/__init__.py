@@ -1,1 +1,1 @@
-"""Tables to figures, HTML and the command line."""
+"""Reports: tables become figures and HTML pages; and the command line."""

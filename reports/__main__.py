@@ -1,4 +1,4 @@
-"""`python -m qkov.reports` is the command `qkov`."""
+"""Run the command `qkov` as `python -m qkov.reports`."""
 
 from .commands.main import main
 

@@ -1,4 +1,4 @@
-"""Heat maps as inline SVG: every cell says its figure, and its shade repeats it."""
+"""Heat maps as inline SVG. Each cell shows its value as a number and as a shade."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +13,27 @@ from matplotlib.patches import Rectangle
 from ...analyses.inline_svg import inline_svg
 from .panels import COLOURS, FOREGROUND, STYLE
 
-#: The strongest shade: text in the page's own colour still reads well on it, by day and by night.
+#: Opacity of the strongest shade. Text in the page's own colour stays readable on it, in light and in dark mode.
 STRONGEST = 0.55
-#: Inches; the page makes every figure as wide as there is room.
+#: Least width in inches. The page scales every figure to the room there is.
 _NARROWEST = 4.2
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A table of figures drawn as cells of one size.
+    """A table of values that is drawn as shaded cells of one size.
 
     Attributes:
-        title: above it.
-        description: what it shows, for a reader who cannot see it.
-        values: [row, column], the first row on top; none below 0, NaN where there is none.
-        written: what stands in each cell; empty strings for nothing.
-        x_label, y_label: of the axes.
-        columns, rows: labels, from left to right and from top to bottom: one for each cell, or one more, which are then
-            the edges between cells.
-        strongest: the value of the strongest shade; the largest if None.
+        title: The title above the map.
+        description: What the map shows, for readers who cannot see it.
+        values: [row, column], the first row at the top. Values are at least 0; NaN stands for a missing value.
+        written: The text in each cell; an empty string for none.
+        x_label: The label of the horizontal axis.
+        y_label: The label of the vertical axis.
+        columns: The labels of the columns from left to right: one for each column, or one more, which are then the
+            edges between columns.
+        rows: The labels of the rows from top to bottom: one for each row, or one more, which are then the edges.
+        strongest: The value that has the strongest shade; None for the largest value.
     """
 
     title: str
@@ -46,7 +48,13 @@ class HeatMap:
 
 
 def draw_heat_map(heat: HeatMap, cell: tuple[float, float] = (0.62, 0.42), font: float = 9) -> Markup:
-    """Return a heat map as an SVG element for the page; sizes of a cell in inches at 100%."""
+    """Draw a heat map as an SVG element for a page.
+
+    Args:
+        heat: The heat map.
+        cell: Width and height of a cell in inches.
+        font: Size of the text in the cells, in points.
+    """
     rows, columns = heat.values.shape
     width, height = max(columns * cell[0] + 0.85, _NARROWEST), rows * cell[1] + 0.85
     strongest = heat.strongest or np.nanmax(heat.values, initial=0.0) or 1.0
@@ -66,8 +74,8 @@ def draw_heat_map(heat: HeatMap, cell: tuple[float, float] = (0.62, 0.42), font:
                     )
         axes.set_xlim(0, columns)
         axes.set_ylim(rows, 0)
-        axes.set_xticks(_places(heat.columns, columns), heat.columns)
-        axes.set_yticks(_places(heat.rows, rows), heat.rows)
+        axes.set_xticks(_ticks(heat.columns, columns), heat.columns)
+        axes.set_yticks(_ticks(heat.rows, rows), heat.rows)
         axes.tick_params(length=0)
         axes.set_title(heat.title, loc="left")
         axes.set_xlabel(heat.x_label)
@@ -75,6 +83,6 @@ def draw_heat_map(heat: HeatMap, cell: tuple[float, float] = (0.62, 0.42), font:
         return inline_svg(figure, heat.description, foreground=FOREGROUND)
 
 
-def _places(labels: Sequence[str], cells: int) -> np.ndarray:
-    """In the middle of cells, or between them where there is a label more."""
+def _ticks(labels: Sequence[str], cells: int) -> np.ndarray:
+    """Return where labels stand: in the middle of cells, or at their edges if there is one more label than cells."""
     return np.arange(cells + 1) if len(labels) == cells + 1 else np.arange(cells) + 0.5

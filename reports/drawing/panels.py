@@ -1,4 +1,4 @@
-"""Small figures as inline SVG: dots for what was measured, lines for what was predicted."""
+"""Small charts as inline SVG: dots show what was measured, lines show what was predicted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ...analyses.inline_svg import inline_svg
 
-#: Stands for the page's own text colour, so that a figure follows the page into dark mode and print.
+#: A colour that stands for the page's text colour, so that a chart follows the page into dark mode and print.
 FOREGROUND = "#010203"
-#: Of every figure.
+#: Settings of matplotlib for every chart.
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": FOREGROUND,
     "axes.formatter.limits": (-4, 7),
@@ -40,7 +40,7 @@ STYLE: dict[Any, Any] = {
     "ytick.color": FOREGROUND,
 }
 
-#: Of middle lightness, to be read on white and on near-black; told apart without red or green as well.
+#: Colours of middle lightness, legible on white and on near-black, and distinguishable without red or green.
 COLOURS = ("#3a7ebf", "#e0792b", "#2f9e73", "#b45fb0", "#8a8f98", "#c9a227")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)))
@@ -50,14 +50,15 @@ Points = Sequence[float] | np.ndarray | pd.Series | pd.Index
 
 @dataclass(frozen=True)
 class Series:
-    """One line or row of dots.
+    """A line or a row of dots.
 
     Attributes:
-        x, y: the points; what is not finite is left out.
-        style: number of the colour, marker and dash.
-        dots: draw dots (measured), else a line (predicted, or a series in time).
-        hollow: draw the dots large and empty, to be seen around others.
-        band: lower and upper edge of a shaded band around the line.
+        x: The horizontal coordinates.
+        y: The vertical coordinates. Points that are not finite are left out.
+        style: The number of the colour, marker and dash.
+        dots: Draw dots (measured values) instead of a line (predicted values, or a series in time).
+        hollow: Draw large empty dots, which can be seen around others.
+        band: The lower and upper edge of a shaded band around the line.
     """
 
     x: Points
@@ -70,12 +71,20 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its series.
+    """A pair of axes with its series.
 
     Attributes:
-        title: above the axes, in plain text or mathtext.
-        description: what the figure shows, for a reader who cannot see it.
-        levels: horizontal reference lines, as (height, label).
+        title: The title above the axes, in plain text or mathtext.
+        description: What the panel shows, for readers who cannot see it.
+        x_label: The label of the horizontal axis.
+        y_label: The label of the vertical axis.
+        series: The lines and dots.
+        x_log: Whether the horizontal axis is logarithmic.
+        y_log: Whether the vertical axis is logarithmic.
+        x_reversed: Whether the horizontal axis runs from right to left.
+        x_integer: Whether the horizontal axis has ticks at integers only.
+        y_limits: The limits of the vertical axis; None for those that the series need.
+        levels: Horizontal reference lines as (height, label).
     """
 
     title: str
@@ -92,11 +101,17 @@ class Panel:
 
 
 def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
-    """Return a panel as an SVG element for the page, sized in inches at 100%."""
+    """Draw a panel as an SVG element for a page.
+
+    Args:
+        panel: The panel.
+        width: Width in inches.
+        height: Height in inches.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
-        # Fixed margins, so that panels below each other line up; a measured layout would also take as long as the
-        # drawing.
+        # The margins are fixed so that panels below each other line up. Measuring the layout would also take as long
+        # as drawing.
         left, right, bottom, top = 0.66 / width, 0.14 / width, 0.48 / height, 0.3 / height
         axes = figure.add_axes((left, bottom, 1 - left - right, 1 - bottom - top))
         for series in panel.series:
@@ -129,7 +144,14 @@ def draw(panel: Panel, width: float = 4.2, height: float = 3.0) -> Markup:
 
 
 def swatch(style: int, *, dots: bool = True, line: bool = True, hollow: bool = False) -> Markup:
-    """Return a legend's sample of a style: a dot, a line or both."""
+    """Draw the sample of a style for a legend.
+
+    Args:
+        style: The number of the colour, marker and dash.
+        dots: Draw the marker.
+        line: Draw the line.
+        hollow: Draw the marker empty.
+    """
     colour = COLOURS[style % len(COLOURS)]
     shapes = {
         "o": '<circle cx="14" cy="7" r="3.6" {}/>',
@@ -147,7 +169,7 @@ def swatch(style: int, *, dots: bool = True, line: bool = True, hollow: bool = F
 
 
 def around_a_constant(panel: Panel) -> tuple[float, float] | None:
-    """Limits for a panel in which nothing moves, so that the axes do not magnify rounding."""
+    """Return limits for a panel whose values are all equal, so that the axis does not magnify rounding; else None."""
     drawn = np.concatenate([np.asarray(series.y, dtype=float) for series in panel.series] or [np.empty(0)])
     drawn = drawn[np.isfinite(drawn)]
     if panel.y_limits != (None, None) or not drawn.size or np.ptp(drawn) > 1e-6 * np.abs(drawn).max():
@@ -178,7 +200,7 @@ def _draw_series(axes, series: Series) -> None:
         color=colour,
         linestyle=DASHES[series.style % len(DASHES)],
         linewidth=1.6,
-        # A line through one point would not be seen.
+        # A line through a single point would be invisible.
         marker=MARKERS[series.style % len(MARKERS)] if shown.sum() == 1 else None,
         markersize=4,
     )

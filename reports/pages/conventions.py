@@ -1,67 +1,69 @@
-"""The conventions of an explanation, in sentences."""
+"""The conventions of an explanation in sentences."""
 
 from typing import Any
 
 from .page import number, percent
 
 _REMOVALS = {
-    "deletion": "deleted, those behind them moving up in their order",
+    "deletion": "deleted, and the tokens after them move up",
     "mask token": "replaced by the model's mask token",
-    "attention mask": "hidden by the attention mask, in their places",
+    "attention mask": "hidden by the attention mask, while positions stay",
 }
 _PROBABILITIES = {
     "classes": "those of the classes",
-    "continuations": "those among each example's continuations alone",
+    "continuations": "those among each example's continuations only",
     "vocabulary": "those in the whole vocabulary",
 }
 
 
 def conventions(described: dict[str, Any]) -> list[str]:
-    """Return what a reader has to know to compare the figures with others.
+    """Return the sentences that a reader needs in order to compare the results with others.
 
     Args:
-        described: an explanation's description.
+        described: The description of an explanation.
     """
     settings, removed = described["settings"], described["settings"]["perturbation"]
     rolled = settings["rollout"]
-    heads = {"mean": "averaged", "max": "fused by the largest", "min": "fused by the smallest"}[rolled["heads"]]
+    heads = {"mean": "averaged", "max": "fused by their maximum", "min": "fused by their minimum"}[rolled["heads"]]
     cuts = ", ".join(f"{100 * cut:g}" for cut in removed["cuts"])
     explained = "what the model predicts" if settings["target"] == "predicted" else "the label"
-    kept = (
-        "The token at which the prediction is read is never removed, nor are"
+    readout = (
+        "Neither the token at the readout position nor special tokens are removed."
         if removed["keep_readout"]
-        else "Never removed are"
+        else "Special tokens are never removed."
     )
     said = [
         f"Probabilities are {_PROBABILITIES[described['probability']]}; gradients, ablation and integrated gradients "
-        f"explain the log-probability in all that the model can say.",
-        f"Rollout: heads {heads}, rows brought to sum 1, {percent(rolled['residual'])} of the identity for the "
-        f"residual stream in each layer, read where the prediction is read (Abnar & Zuidema 2020).",
-        "Special tokens count as attended to. Padding takes no part.",
-        f"Comprehensiveness p(y|x) − p(y|x without r) and sufficiency p(y|x) − p(y|r alone), y being {explained} "
+        f"explain the log-probability among all of the model's outputs.",
+        f"Rollout: heads are {heads}, rows are scaled to sum to 1, {percent(rolled['residual'])} of the identity "
+        f"is mixed into each layer for the residual stream, and the row at the readout position is taken (Abnar & "
+        f"Zuidema 2020).",
+        "Special tokens count as attended to. Padding is left out.",
+        f"Comprehensiveness is p(y|x) − p(y|x without r), sufficiency is p(y|x) − p(y|r alone), and y is {explained} "
         f"(DeYoung et al. 2020). r are the first tokens of the ranking, {cuts} % of those that can be removed, rounded "
-        f"up, at least one; the figure is the mean over the cuts. Tokens are {_REMOVALS[removed['removal']]}. "
-        f"{kept} special tokens.",
-        "AUPRC is the average precision of the ranking against the rationale, the mean over annotators. Mass on "
-        "relevant tokens is the attention there; of signed attributions, the share of what speaks for the prediction.",
+        f"up, at least one; the value shown is the mean over these cuts. Tokens are "
+        f"{_REMOVALS[removed['removal']]}. {readout}",
+        "AUPRC is the average precision of the ranking against the rationale, averaged over annotators. Mass on "
+        "relevant tokens is the attention on them; for signed attributions it is their share of the attribution in "
+        "favour of the prediction.",
         f"Intervals are 95 % bootstrap intervals over examples ({settings['resamples']} resamples, seed "
-        f"{settings['seed']}); of shares that are 0 or 1 throughout, exact binomial ones. Random rankings: "
-        f"{settings['draws']} draws for each example, seed {settings['seed']}.",
+        f"{settings['seed']}); shares that are 0 or 1 in every example have exact binomial intervals. Random rankings "
+        f"are drawn {settings['draws']} times for each example with seed {settings['seed']}.",
     ]
     delta = described["integrated_gradients_delta"]
     if delta is not None:
         said.append(
-            f"Integrated gradients: {settings['steps']} steps from the zero embedding; sums of attributions miss the "
-            f"change of the log-probability by at most {number(delta, 2)}."
+            f"Integrated gradients take {settings['steps']} steps from the zero embedding; the sums of attributions "
+            f"differ from the change of the log-probability by at most {number(delta, 2)}."
         )
     if settings["convention"] == "paper":
-        readout = settings["paper_readout"]
+        paper = settings["paper_readout"]
         said.append(
-            f"The paper's convention: rollout is read of sequences padded to {readout['padded_length']} tokens, "
-            f"padding {'masked' if readout['pad_mask'] else 'not masked'}, at the place where the released code reads; "
-            f"examples without relevant tokens count as attention 0; the cut is a share of the padded length, and the "
-            f"tokens that sufficiency keeps are in the order of a partial sort."
+            f"The convention is that of the paper's released code: sequences are padded to {paper['padded_length']} "
+            f"tokens, padding is {'masked' if paper['pad_mask'] else 'not masked'}, and rollout is taken at the "
+            f"position where that code takes it; examples without relevant tokens count as attention 0; a cut is a "
+            f"share of the padded length, and the tokens that sufficiency keeps are in the order of a partial sort."
         )
     else:
-        said.append("Convention: standard, not that of the paper's released code.")
+        said.append("The convention is the standard one, which differs from that of the paper's released code.")
     return said

@@ -15,7 +15,7 @@ from .marked_text import marked_text, most_attended
 from .page import share, write_page
 from .relevance_sections import dtap_panels, heads_section, relevant_attention
 
-#: How many examples are shown of each kind.
+#: Maximum number of examples shown at each end.
 _SHOWN = 4
 
 
@@ -23,13 +23,13 @@ def write_explain_report(explanation: Explanation, path: Path, command: str, fol
     """Write the report of an explanation and return its path.
 
     Args:
-        explanation: as measured.
-        path: of the HTML file.
-        command: that asks for the report.
-        folder: of the tables.
+        explanation: The explanation.
+        path: The path of the HTML file.
+        command: The command that renders the report.
+        folder: The folder that holds the tables.
 
     Raises:
-        CallError: the path cannot be written to.
+        CallError: The path cannot be written to.
     """
     described = explanation.description
     model, task, settings = described["model"], described["task"], described["settings"]
@@ -44,7 +44,7 @@ def write_explain_report(explanation: Explanation, path: Path, command: str, fol
         answers=_answers(explanation),
         relevance=relevant_attention(explanation),
         dtap=dtap_panels(explanation),
-        dtap_reading=DEFINITIONS["DTAP"],
+        dtap_definition=DEFINITIONS["DTAP"],
         heads=heads_section(explanation),
         methods=method_section(explanation),
         curves=curve_panels(explanation),
@@ -59,7 +59,7 @@ def write_explain_report(explanation: Explanation, path: Path, command: str, fol
 
 
 def explain_summary(explanation: Explanation) -> dict[str, Any]:
-    """Return the figures by which a model's attention is judged, as JSON can hold them."""
+    """Return the results by which a model's attention is judged, in a form that JSON can hold."""
     described, methods, relevance = explanation.description, explanation.methods, explanation.relevance
     columns = ["value", "low", "high", "chance", "examples"]
     main = relevance
@@ -87,7 +87,7 @@ def _accuracy(explanation: Explanation) -> float | None:
 
 
 def _answers(explanation: Explanation) -> dict[str, Any]:
-    """How well the model does the task."""
+    """Return how well the model does the task."""
     right = explanation.examples["right"].dropna()
     return {
         "accuracy": _accuracy(explanation),
@@ -95,14 +95,14 @@ def _answers(explanation: Explanation) -> dict[str, Any]:
         "known": len(right),
         "among": {
             "classes": "among the classes",
-            "continuations": "among the continuations given",
+            "continuations": "among the given continuations",
             "vocabulary": "in the whole vocabulary",
         }[explanation.description["probability"]],
     }
 
 
 def _examples(explanation: Explanation) -> list[dict[str, Any]]:
-    """The examples at both ends: by attention on relevant tokens, or without those by comprehensiveness."""
+    """Return the examples at both ends, by attention on relevant tokens or, without those, by comprehensiveness."""
     table, main = explanation.examples, explanation.description["settings"]["main"]
     attention = table["attention"].dropna()
     if len(attention):
@@ -112,7 +112,7 @@ def _examples(explanation: Explanation) -> list[dict[str, Any]]:
         faithful = explanation.faithfulness
         ours = faithful[(faithful["method"] == main) & (faithful["order"] == "given")]
         order = ours.groupby("example")["comprehensiveness"].mean().sort_values(ascending=False, kind="stable").index
-        titles = ("Its first tokens cost most", "Its first tokens cost least")
+        titles = ("Removing the first tokens costs most", "Removing the first tokens costs least")
     shown = min(_SHOWN, -(-len(order) // 2))
     ends = (order[:shown], order[::-1][: min(shown, len(order) - shown)])
     tokens = dict(list(explanation.tokens.groupby("example")))
@@ -146,14 +146,14 @@ def _example(row: pd.Series, tokens: pd.DataFrame, main: str) -> dict[str, Any]:
 
 
 def _left_out(described: dict[str, Any]) -> list[dict[str, Any]]:
-    """What took no part, where, and why."""
-    places = {
-        "task": "of the data",
-        "relevance": "of the figures on relevant tokens",
-        "faithfulness": "of comprehensiveness and sufficiency",
+    """Return what was left out, from which results, and why."""
+    parts = {
+        "task": "from the data",
+        "relevance": "from the results on relevant tokens",
+        "faithfulness": "from comprehensiveness and sufficiency",
     }
     return [
-        {"place": place, "reasons": [f"{count} {reason}" for reason, count in described["left_out"][name].items()]}
-        for name, place in places.items()
+        {"part": part, "reasons": [f"{count} {reason}" for reason, count in described["left_out"][name].items()]}
+        for name, part in parts.items()
         if described["left_out"][name]
     ]

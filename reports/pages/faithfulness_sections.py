@@ -1,4 +1,4 @@
-"""The sections of an explanation's report on whether rankings are faithful: the table of methods, and the curves."""
+"""The sections of an explanation's report on faithfulness: the table of methods, and the curves."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ from ...analyses.attention.rationales.faithfulness import METRICS, RANDOM
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import cell_of, row_where, share
 
-#: Most lines in a panel, one colour each.
+#: Maximum number of lines in a panel, each of its own colour.
 _LINES = 6
 _DECIMALS = 3
-#: Of a method whose weights are nowhere on relevant tokens.
+#: Stands for the result of a method that puts no weight on relevant tokens.
 _NOTHING = dict.fromkeys(("value", "low", "high"), np.nan)
-#: The figures of the table of methods, what stands above them, and which end is the better one.
-FIGURES = (
+#: The statistics in the table of methods, the headings of their columns, and whether high or low is better.
+STATISTICS = (
     ("comprehensiveness", "comprehensiveness", max),
     ("sufficiency", "sufficiency", min),
     (AVERAGE_PRECISION, "AUPRC", max),
@@ -27,22 +27,24 @@ FIGURES = (
 
 
 def method_section(explanation: Explanation) -> dict[str, Any]:
-    """The table of methods, and what it says of the main one beside random rankings."""
+    """Return the table of methods, and sentences that compare the main method with random rankings."""
     table, settings = explanation.methods, explanation.description["settings"]
     methods = [method for method in settings["methods"] if method in set(table["method"])]
-    columns = [(figure, label, better) for figure, label, better in FIGURES if figure in set(table["metric"])]
+    columns = [
+        (statistic, label, better) for statistic, label, better in STATISTICS if statistic in set(table["metric"])
+    ]
     best = {}
-    for figure, _, better in columns:
-        values = table[table["metric"] == figure]["value"].dropna().round(_DECIMALS)
-        # What most methods share tells none of them apart.
-        best[figure] = better(values) if 2 * (values == better(values)).sum() <= len(values) else None
+    for statistic, _, better in columns:
+        values = table[table["metric"] == statistic]["value"].dropna().round(_DECIMALS)
+        # A value that most methods share does not distinguish any of them.
+        best[statistic] = better(values) if 2 * (values == better(values)).sum() <= len(values) else None
     rows = []
     for method in methods:
         cells = []
-        for figure, _, _ in columns:
-            found = table[(table["method"] == method) & (table["metric"] == figure)]
-            cell = cell_of(found.iloc[0] if len(found) else _NOTHING)
-            is_best = best[figure] is not None and round(cell["number"], _DECIMALS) == best[figure]
+        for statistic, _, _ in columns:
+            results = table[(table["method"] == method) & (table["metric"] == statistic)]
+            cell = cell_of(results.iloc[0] if len(results) else _NOTHING)
+            is_best = best[statistic] is not None and round(cell["number"], _DECIMALS) == best[statistic]
             cells.append({**cell, "best": is_best})
         rows.append({"method": method, "cells": cells})
     chances = table.groupby("metric")["chance"].first()
@@ -59,27 +61,35 @@ def method_section(explanation: Explanation) -> dict[str, Any]:
 
 def _is_it_faithful(table: pd.DataFrame, main: str) -> list[str]:
     if RANDOM not in set(table["method"]):
-        return [f"Random rankings were not drawn, so that nothing says how faithful {main} would be by chance."]
+        return [f"Random rankings were not drawn, so {main} cannot be compared with chance."]
     sentences = []
     for measure, what, verdicts in (
-        ("comprehensiveness", "Without the first tokens", ("cost more than", "cost less than")),
-        ("sufficiency", "With those alone", ("are worse to have alone than", "are better to have alone than")),
+        (
+            "comprehensiveness",
+            "Without the first tokens",
+            ("removing them costs more than removing", "removing them costs less than removing"),
+        ),
+        (
+            "sufficiency",
+            "With only those tokens",
+            ("keeping only them costs more than keeping only", "keeping only them costs less than keeping only"),
+        ),
     ):
         ours, theirs = (row_where(table, metric=measure, method=method)["value"] for method in (main, RANDOM))
         beyond = row_where(table, metric=beyond_random(measure), method=main)
         above, below = beyond["low"] > 0, beyond["high"] < 0
-        verdict = f"they {verdicts[0] if above else verdicts[1]}" if above or below else "that cannot be told from"
+        verdict = verdicts[0] if above else verdicts[1] if below else "this is not distinguishable from"
         sentences.append(
-            f"{what} by {main} the probability falls by {share(ours)}, by {share(theirs)} for random rankings: "
-            f"{verdict} random tokens (difference {share(beyond['value'])}, 95 % interval {share(beyond['low'])} to "
-            f"{share(beyond['high'])})."
+            f"{what} by {main}, the probability falls by {share(ours)}, compared with {share(theirs)} for random "
+            f"rankings: {verdict} random tokens (difference {share(beyond['value'])}, 95 % interval "
+            f"{share(beyond['low'])} to {share(beyond['high'])})."
         )
     return sentences
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a panel, and what its legend says."""
+    """A line of a panel with its legend."""
 
     label: str
     style: int
@@ -87,7 +97,7 @@ class _Line:
 
 
 def curve_panels(explanation: Explanation) -> list[dict[str, Any]]:
-    """Curves against the cut: the main method with its reverse and the random band, and then the other methods."""
+    """Return curves against the cut: those of the main method, its reverse and random rankings, then the others'."""
     curves, settings = explanation.curves, explanation.description["settings"]
     of = dict(list(curves.groupby(["method", "order"])))
     main = settings["main"]
@@ -96,12 +106,12 @@ def curve_panels(explanation: Explanation) -> list[dict[str, Any]]:
         _Line(f"{main}, reversed", 1, of[main, "reversed"]),
     ]
     if (RANDOM, "given") in of:
-        first.append(_Line(f"random, mean of {settings['draws']} draws and their range", 4, of[RANDOM, "given"]))
+        first.append(_Line(f"random, mean and range of {settings['draws']} draws", 4, of[RANDOM, "given"]))
     others = [method for method in settings["methods"] if method not in (RANDOM, main)]
     panels = -(-len(others) // _LINES)
     groups = [first] + [
         [_Line(method, style, of[method, "given"]) for style, method in enumerate(some)]
-        for some in (others[place::panels] for place in range(panels))
+        for some in (others[first::panels] for first in range(panels))
     ]
     return [
         {
@@ -113,7 +123,7 @@ def curve_panels(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _limits(curves: pd.DataFrame, measure: str) -> tuple[float, float]:
-    """The same for all panels of a measure, and wide enough not to magnify rounding."""
+    """Return the limits of all panels of a measure, wide enough not to magnify rounding."""
     values = curves[[measure, f"{measure}_lowest", f"{measure}_highest"]]
     low, high = min(float(np.nanmin(values)), 0.0), max(float(np.nanmax(values)), 0.02)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
@@ -133,7 +143,7 @@ def _curve_panel(measure: str, lines: list[_Line], limits: tuple[float, float]) 
         Panel(
             title=f"{measure} ({better})",
             description=f"{measure} against the share of tokens taken: {', '.join(line.label for line in lines)}",
-            x_label="tokens taken, % of those that can be",
+            x_label="tokens taken, % of removable tokens",
             y_label="loss of probability",
             series=series,
             y_limits=limits,

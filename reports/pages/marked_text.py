@@ -1,4 +1,4 @@
-"""A text as a page shows it: shaded by the weight of its tokens, the relevant stretches underlined."""
+"""An example's text as a page shows it: tokens are shaded by their weight, relevant tokens are underlined."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-#: Of weights that are printed.
+#: The least weight that is not printed as 0.
 _LEAST = 0.0005
 
 
@@ -15,12 +15,12 @@ class Piece:
     """A stretch of text.
 
     Attributes:
-        text: as it stands there.
-        weight: of its tokens together; None where there is no token.
-        shade: of the strongest shade, from 0 to 1.
-        relevant: whether one of its tokens is.
-        special: whether it stands for a token that is not in the text.
-        readout: whether attention is read at it.
+        text: The text.
+        weight: The sum of its tokens' weights; None if it holds no token.
+        shade: The strength of its shade, from 0 to 1.
+        relevant: Whether one of its tokens is relevant.
+        special: Whether it stands for a token that is not in the text.
+        readout: Whether it holds the readout position.
     """
 
     text: str
@@ -32,12 +32,13 @@ class Piece:
 
 
 def marked_text(text: str, tokens: pd.DataFrame, method: str) -> list[Piece]:
-    """Return an example's text in pieces, one for each token or for tokens that share a character.
+    """Return an example's text in pieces, one for each token or group of tokens that share a character.
 
     Args:
-        text: of the example; empty where it has none, and its tokens stand by themselves.
-        tokens: the rows of the example in an explanation's table of tokens, in order.
-        method: whose weights are shown; the strongest shade is that of the highest, negative ones have none.
+        text: The text of the example; empty if it has none, and then its tokens are shown by themselves.
+        tokens: The rows of the example in an explanation's table of tokens, in order.
+        method: The method whose weights are shown. The highest weight has the strongest shade, negative weights have
+            none.
     """
     highest = float(tokens[method].max())
     pieces = _of_text(text, tokens, method) if text else _of_tokens(tokens, method)
@@ -50,7 +51,12 @@ def marked_text(text: str, tokens: pd.DataFrame, method: str) -> list[Piece]:
 
 
 def most_attended(pieces: list[Piece], count: int = 3) -> list[tuple[Piece, float]]:
-    """Return the pieces with the highest weights, highest first; none that is printed as 0."""
+    """Return the pieces with the highest weights, highest first, without those whose weight is printed as 0.
+
+    Args:
+        pieces: The pieces of a text.
+        count: The maximum number of pieces to return.
+    """
     weighted = [(piece, piece.weight) for piece in pieces if piece.weight is not None and piece.weight >= _LEAST]
     return sorted(weighted, key=lambda pair: -pair[1])[:count]
 
@@ -78,10 +84,10 @@ def _of_text(text: str, tokens: pd.DataFrame, method: str) -> Iterator[Piece]:
             yield Piece(first["written"], weight=weight, special=True, readout=readout)
             continue
         start, end = int(group["start"].min()), int(group["end"].max())
-        # The space in front of a word is often in its token.
+        # The space in front of a word is often part of its token.
         start += len(text[start:end]) - len(text[start:end].lstrip() or text[start:end])
         if start > at:
-            # The beginning of a long text is cut for a model that goes on at its end.
+            # The beginning of a long text is cut off for a model that continues the text.
             yield Piece(text[at:start] if begun or not text[at:start].strip() else "… ")
         yield Piece(text[start:end], weight=weight, relevant=bool((group["relevance"] > 0).any()), readout=readout)
         at, begun = end, True
@@ -90,7 +96,7 @@ def _of_text(text: str, tokens: pd.DataFrame, method: str) -> Iterator[Piece]:
 
 
 def _sharing_characters(tokens: pd.DataFrame) -> Iterator[pd.DataFrame]:
-    """Tokens that are bytes of one character have the same span, and are told apart by nothing on the page."""
+    """Yield groups of tokens that share a character: its bytes can be separate tokens with one span in the text."""
     starts, ends = tokens["start"].to_numpy(), tokens["end"].to_numpy()
     follows = np.zeros(len(tokens), dtype=bool)
     follows[1:] = (starts[1:] < ends[:-1]) & (ends[1:] > starts[1:]) & (starts[1:] >= starts[:-1])

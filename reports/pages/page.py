@@ -1,4 +1,4 @@
-"""Pages: one self-contained HTML file each, from templates that escape whatever they are given."""
+"""Pages, each one self-contained HTML file, made from templates that escape everything they are given."""
 
 import math
 import re
@@ -15,14 +15,19 @@ from ...circuits.storage.atomic_write import write_atomically
 
 
 def share(value: float) -> str:
-    """Return a share, or a difference of shares, to three decimal places: what is below is rounding of the model."""
+    """Return a share, or a difference of shares, to three decimals; smaller amounts are the model's own rounding."""
     if not np.isfinite(value):
         return "–"
     return f"{round(value, 3) + 0.0:.3f}".replace("-", "−")
 
 
 def cell_of(row: Any, column: str = "value") -> dict[str, Any]:
-    """Return a figure and its interval, if it has one, as they are printed, and the figure itself."""
+    """Return the content of a table cell: a value and, if there is one, its interval, formatted, and the plain number.
+
+    Args:
+        row: A row with the columns `low` and `high`.
+        column: The column of the value.
+    """
     return {
         "value": share(row[column]),
         "interval": f"{share(row['low'])} to {share(row['high'])}" if np.isfinite(row["low"]) else "",
@@ -32,7 +37,12 @@ def cell_of(row: Any, column: str = "value") -> dict[str, Any]:
 
 
 def row_where(table: pd.DataFrame, **where: str) -> dict[str, Any]:
-    """Return the one row whose columns have those values."""
+    """Return the only row whose columns have the given values.
+
+    Args:
+        table: A table in which exactly one row matches.
+        where: The value of each column.
+    """
     for column, value in where.items():
         table = table[table[column] == value]
     (row,) = table.to_dict("records")
@@ -43,21 +53,35 @@ _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def write_page(path: Path, template: str, **content: Any) -> Path:
-    """Render a template into one HTML file, whole or not at all, and return its path."""
+    """Render a template to an HTML file and return its path. The file is written completely or not at all.
+
+    Args:
+        path: The path of the HTML file.
+        template: The file name of the template.
+        content: The variables of the template.
+
+    Raises:
+        CallError: The path cannot be written to.
+    """
     page = _environment().get_template(template).render(**content)
     write_atomically(path, page.encode())
     return path
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number to that many significant digits, in the notation of the page; a dash where there is none."""
+    """Format a number for a page.
+
+    Args:
+        value: The number; None and NaN are shown as a dash.
+        digits: The number of significant digits.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if value == 0:
         return "0"
-    # Rounded first: 9.99 to two digits is 10, whose exponent is another.
+    # Rounding comes first, since it can change the exponent: 9.99 to two digits is 10.
     mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
     exponent = int(power)
     if -4 <= exponent < 6:
@@ -67,31 +91,31 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def percent(value: float | None, digits: int = 2) -> str:
-    """Return a share as a percentage."""
+    """Format a share as a percentage with that many significant digits; None and NaN are shown as a dash."""
     if value is None or math.isnan(value):
         return "–"
     return f"{number(100 * value, digits)} %"
 
 
 def cosine(value: float | None) -> str:
-    """Return a cosine to six places, which near 1 say more than significant digits."""
+    """Format a cosine with six decimals, since near 1 they say more than significant digits."""
     return "–" if value is None or math.isnan(value) else f"{value:.6f}".replace("-", "−")
 
 
 def subscripts(text: str) -> Markup:
-    """Return a sentence for the page: the letters of W_QK, μ_OV and their like set below, a power ^½ above."""
+    """Return a text as HTML with the letters of W_QK, μ_OV and the like as subscripts and ^½ as a superscript."""
     lowered = re.sub(r"([Wμη])_([A-Z]{1,2})", r"\1<sub>\2</sub>", str(Markup.escape(text)))
     return Markup(lowered.replace("^½", "<sup>½</sup>"))
 
 
 def listed(values: Sequence[float]) -> str:
-    """Return numbers as a sentence lists them."""
+    """Return numbers as a list within a sentence: 1, 2 and 3."""
     *most, last = (f"{value:g}" for value in values)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def mark_changes(rows: Sequence[Mapping[Any, Any]], column: str) -> list[dict[Any, Any]]:
-    """Mark as `first` the rows at which a column's value changes, where a table draws a rule."""
+    """Return the rows with the key `first`: whether a column's value changes there, where a table draws a rule."""
     return [
         {**row, "first": position > 0 and row[column] != rows[position - 1][column]}
         for position, row in enumerate(rows)

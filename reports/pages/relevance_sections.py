@@ -11,19 +11,19 @@ from ...analyses.attention.relevance.dtap import dtap_grid
 from ..drawing.heat_maps import HeatMap, draw_heat_map
 from .page import cell_of, percent, row_where, share
 
-#: Most heads of a layer whose figures are written into the map.
+#: Maximum number of heads in a layer for which values are written into the map.
 _WRITTEN_HEADS = 16
-#: Rows of the table of heads.
+#: Number of rows in the table of heads.
 _STRONGEST = 8
 
 
 def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
-    """MRTA, AC and ACMC of every measure of attention beside chance; None where no example has relevant tokens."""
+    """Return MRTA, AC and ACMC of every attention measure beside chance; None if no example has relevant tokens."""
     table, main = explanation.relevance, explanation.description["settings"]["main"]
     if table.empty:
         return None
     shown = table[table["method"].isin(MEASURES)]
-    figures = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["metric"])]
+    statistics = [name for name in ("MRTA", "AC", "ACMC") if name in set(shown["metric"])]
     groups = []
     for tokens in (ALL_TOKENS, ELSEWHERE):
         of_tokens = shown[shown["tokens"] == tokens]
@@ -31,15 +31,15 @@ def relevant_attention(explanation: Explanation) -> dict[str, Any] | None:
         if of_main.empty:
             continue
         rows = [
-            {"method": method, "cells": [cell_of(row_where(of_one, metric=name)) for name in figures]}
+            {"method": method, "cells": [cell_of(row_where(of_one, metric=name)) for name in statistics]}
             for method, of_one in of_tokens.groupby("method", sort=False)
         ]
-        chance = [share(row_where(of_main, metric=name)["chance"]) for name in figures]
+        chance = [share(row_where(of_main, metric=name)["chance"]) for name in statistics]
         groups.append({"tokens": tokens, "chance": chance, "rows": rows})
     return {
         "answer": _where_it_goes(explanation, shown),
-        "figures": figures,
-        "readings": {str(row["metric"]): str(row["definition"]) for row in shown.to_dict("records")},
+        "statistics": statistics,
+        "definitions": {str(row["metric"]): str(row["definition"]) for row in shown.to_dict("records")},
         "groups": groups,
     }
 
@@ -50,31 +50,31 @@ def _where_it_goes(explanation: Explanation, table: pd.DataFrame) -> list[str]:
     if row["low"] > row["chance"]:
         verdict = "More than chance"
     else:
-        verdict = "Less than chance" if row["high"] < row["chance"] else "No more or less than chance can be told"
+        verdict = "Less than chance" if row["high"] < row["chance"] else "Not distinguishable from chance"
     sentences = [
-        f"{verdict}: by {settings['main']}, {percent(row['value'], 3)} of what is attended to is on the relevant "
-        f"tokens, {relevant} (95 % interval {percent(row['low'], 3)} to {percent(row['high'], 3)}, {row['examples']} "
+        f"{verdict}: by {settings['main']}, {percent(row['value'], 3)} of the attention is on the relevant tokens, "
+        f"{relevant} (95 % interval {percent(row['low'], 3)} to {percent(row['high'], 3)}, {row['examples']} "
         f"examples); uniform attention over the same tokens would put {percent(row['chance'], 3)} there."
     ]
     tokens = explanation.tokens
     first = float(tokens[tokens["position"] == 0][settings["main"]].mean())
     if first > 0.5:
-        more = "; other measures, below, say more" if first > 0.9 else ""
-        sentences.append(f"The first token of a sequence alone gets {percent(first, 3)} on average{more}.")
+        more = "; the other measures below say more" if first > 0.9 else ""
+        sentences.append(f"The first token of a sequence gets {percent(first, 3)} on average{more}.")
     elsewhere = table[
         (table["metric"] == "MRTA") & (table["tokens"] == ELSEWHERE) & (table["method"] == settings["main"])
     ]
     if len(elsewhere):
         row = elsewhere.iloc[0]
         sentences.append(
-            f"Without the token at which the prediction is read, it is {percent(row['value'], 3)} of the rest; "
-            f"uniform attention: {percent(row['chance'], 3)}."
+            f"Without the token at the readout position, they get {percent(row['value'], 3)} of the rest; "
+            f"uniform attention would put {percent(row['chance'], 3)} there."
         )
     return sentences
 
 
 def dtap_panels(explanation: Explanation) -> list[Any]:
-    """The DTAP as measured, and as it would be if attention were uniform."""
+    """Return the DTAP as measured, and as it would be if attention were uniform."""
     cells = explanation.dtap
     if cells.empty:
         return []
@@ -103,7 +103,7 @@ def _dtap_panel(cells: pd.DataFrame, column: str, title: str) -> Any:
             values=values,
             written=[[_whole_percent(value) for value in row] for row in values],
             x_label="attention on relevant tokens",
-            y_label="probability of what is right",
+            y_label="probability of the right answer",
             columns=[f"{edge:g}" for edge in across],
             rows=[f"{edge:g}" for edge in upwards],
             strongest=100.0,
@@ -117,7 +117,7 @@ def _whole_percent(value: float) -> str:
 
 
 def heads_section(explanation: Explanation) -> dict[str, Any] | None:
-    """How much each head attends to relevant tokens: a map of all, and a table of the strongest."""
+    """Return how much each head attends to relevant tokens: a map of all heads, and a table of the strongest."""
     heads = explanation.heads
     if heads.empty:
         return None
@@ -130,8 +130,8 @@ def heads_section(explanation: Explanation) -> dict[str, Any] | None:
     panel = draw_heat_map(
         HeatMap(
             title="attention on relevant tokens, %",
-            description=f"attention of each of {len(heads)} heads on relevant tokens; the most, "
-            f"{percent(best['attention'], 3)}, in layer {best['layer']:.0f}, head {best['head']:.0f}",
+            description=f"attention of each of {len(heads)} heads on relevant tokens; the highest is "
+            f"{percent(best['attention'], 3)} in layer {best['layer']:.0f}, head {best['head']:.0f}",
             values=values,
             written=[[_whole_percent(value) if written else "" for value in row] for row in values],
             x_label="head",
@@ -146,7 +146,7 @@ def heads_section(explanation: Explanation) -> dict[str, Any] | None:
     return {
         "answer": [
             f"{above} of {len(heads)} heads attend to the relevant tokens more than uniform attention would "
-            f"({percent(chance, 3)}), their interval being above it. The most does head {best['head']:.0f} of layer "
+            f"({percent(chance, 3)}): their intervals lie above it. The highest is head {best['head']:.0f} of layer "
             f"{best['layer']:.0f}: {percent(best['attention'], 3)} (95 % interval {percent(best['low'], 3)} to "
             f"{percent(best['high'], 3)})."
         ],
@@ -166,6 +166,6 @@ def heads_section(explanation: Explanation) -> dict[str, Any] | None:
 
 
 def _thinned(labels: pd.Index, most: int) -> list[str]:
-    """Numbers as labels, of many only some."""
+    """Return numbers as labels; if there are too many, leave some of them empty."""
     apart = -(-len(labels) // most)
-    return [str(label) if place % apart == 0 else "" for place, label in enumerate(labels)]
+    return [str(label) if index % apart == 0 else "" for index, label in enumerate(labels)]

@@ -1,4 +1,4 @@
-"""The report of `qkov reproduce`: what was trained, against what theory says, question by question."""
+"""The report of `qkov reproduce`, which compares training with theory, question by question."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ def write_reproduction_report(tables: Tables, path: Path, command: str) -> Path:
     """Write the report of a finished reproduction and return its path.
 
     Args:
-        tables: of the reproduction.
-        path: of the HTML file.
-        command: that asks for the report.
+        tables: The tables of the reproduction.
+        path: The path of the HTML file.
+        command: The command that renders the report.
 
     Raises:
-        CallError: the path cannot be written to.
+        CallError: The path cannot be written to.
     """
     reproduction = tables.reproduction
     plan, setting = reproduction.plan, reproduction.plan.setting
@@ -73,7 +73,7 @@ def write_reproduction_report(tables: Tables, path: Path, command: str) -> Path:
 
 
 def reproduction_summary(tables: Tables) -> dict[str, Any]:
-    """Return the figures by which a reproduction is judged, as JSON can hold them."""
+    """Return the results by which a reproduction is judged, in a form that JSON can hold."""
     steps = tables.preconditioner
     balanced, unbalanced = steps[steps["kind"] != "unbalanced"], steps[steps["kind"] == "unbalanced"]
     return {

@@ -1,4 +1,4 @@
-"""The sections of the reproduction's report: each question answered in words, with its figures."""
+"""The sections of the reproduction's report. Each answers a question in words and with charts."""
 
 from typing import Any
 
@@ -29,7 +29,12 @@ _LAW_AXES = {
 
 
 def sharpening(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
-    """Alpha against loss, trained and predicted, and what it says of the paper's claim."""
+    """Return alpha against loss, trained and predicted, and what follows for the paper's claim.
+
+    Args:
+        tables: The tables of the reproduction.
+        style: The number of the drawing style of each ratio.
+    """
     reproduction, measured, matched = tables.reproduction, tables.measured, tables.matched
     plan = reproduction.plan
     slow, fast = min(plan.ratios), max(plan.ratios)
@@ -44,8 +49,8 @@ def sharpening(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
     )
     details = "; ".join(f"{name} {number(low, 3)} → {number(high, 3)}" for name, low, high in pairs)
     answer = [
-        f"{verdict} At the same loss of {loss:g}, α on the relevant tokens goes from r = {slow:g} to r = {fast:g} as "
-        f"follows: {details}. Uniform attention is {number(plan.setting.uniform_attention, 3)}.",
+        f"{verdict} At the same loss of {loss:g}, α on the relevant tokens changes from r = {slow:g} to r = {fast:g} "
+        f"as follows: {details}. Uniform attention is {number(plan.setting.uniform_attention, 3)}.",
         f"Trained and predicted scales differ by at most {percent(matched['difference'].max())} over "
         f"{len(matched)} pairs of run and loss.",
     ]
@@ -53,7 +58,7 @@ def sharpening(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
     if low:
         answer.append(
             f"At r = {slow:g}, {' and '.join(low)} stay within a tenth of uniform attention down to this loss: "
-            f"attention hardly takes part there."
+            f"attention hardly contributes there."
         )
     panels = []
     for chosen in Parameterization:
@@ -86,7 +91,7 @@ def sharpening(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
 
 
 def falsifier(long_after: pd.DataFrame) -> dict[str, Any]:
-    """Alpha at ever smaller losses, a row a run, and in words where it goes at the slowest rate."""
+    """Return alpha at ever smaller losses, one row per run, and in words how it goes on at the slowest rate."""
     losses = long_after["loss"].drop_duplicates().tolist()
     rows = []
     for (parameterization, ratio), of_run in long_after.groupby(["parameterization", "ratio"], sort=False):
@@ -102,13 +107,13 @@ def falsifier(long_after: pd.DataFrame) -> dict[str, Any]:
     return {
         "losses": losses,
         "rows": mark_changes(rows, "parameterization"),
-        "words": f"Where attention goes after the loss has vanished: at r = {slow:g}, from a loss of {trained:g} to "
-        f"one of {losses[-1]:g}, theory has α go {'; '.join(parts)}.",
+        "words": f"How attention develops after the loss has vanished: at r = {slow:g}, from a loss of {trained:g} to "
+        f"one of {losses[-1]:g}, α changes in theory as follows: {'; '.join(parts)}.",
     }
 
 
 def paper_setting(table: pd.DataFrame) -> dict[str, Any]:
-    """Alpha in the setting of the paper's simulation by theory alone, a row a parameterization, a column a ratio."""
+    """Return alpha by theory in the setting of the paper's simulation: parameterizations in rows, ratios in columns."""
     alphas = table.pivot(index="parameterization", columns="ratio", values="alpha")
     printed = "; ".join(
         f"r = {row['ratio']:g}: μ_OV {row['mu_ov']:.3f} ({row['mu_ov_printed']:.3f}), "
@@ -123,7 +128,12 @@ def paper_setting(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def following(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
-    """Scales and attention against time, first integrals, and the collapsed runs at the rescaled rate."""
+    """Return scales and attention against time, first integrals, and the collapsed runs at the rescaled rate.
+
+    Args:
+        tables: The tables of the reproduction.
+        style: The number of the drawing style of each ratio.
+    """
     reproduction, measured, rescaled, readings = (
         tables.reproduction,
         tables.measured,
@@ -140,31 +150,31 @@ def following(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
             last = float(later["time"].max())
             flow = integrate(reproduction.plan.setting, chosen, run.ratio, until_time=last, start=run.start)
             sampled = flow.at(np.geomspace(float(later["time"].min()), last, 200))
-            for figure, series in lines.items():
-                series.append(Series(sampled.time, getattr(sampled, figure), style[run.ratio]))
-                series.append(Series(later["time"], later[figure], style[run.ratio], dots=True))
+            for quantity, series in lines.items():
+                series.append(Series(sampled.time, getattr(sampled, quantity), style[run.ratio]))
+                series.append(Series(later["time"], later[quantity], style[run.ratio], dots=True))
             if chosen is Parameterization.FAFO:
                 imitating = next(other for other in reproduction.of_kind("rescaled") if other.ratio == run.ratio)
                 others = measured[imitating.name]
                 others = others[others["time"] > 0]
-                for figure, series in lines.items():
-                    series.append(Series(others["time"], others[figure], style[run.ratio], dots=True, hollow=True))
+                for quantity, series in lines.items():
+                    series.append(Series(others["time"], others[quantity], style[run.ratio], dots=True, hollow=True))
         panels = [
             draw(
                 Panel(
                     f"{chosen.value}  {label}",
-                    f"{chosen.value}: {figure} against time, trained and predicted",
+                    f"{chosen.value}: {quantity} against time, trained and predicted",
                     r"time ($\eta_{OV} = 1$)",
                     label,
-                    lines[figure],
+                    lines[quantity],
                     x_log=True,
-                    y_log=figure != "attention",
-                    y_limits=(0.0, 1.03) if figure == "attention" else (None, None),
+                    y_log=quantity != "attention",
+                    y_limits=(0.0, 1.03) if quantity == "attention" else (None, None),
                 ),
                 width=3.4,
                 height=2.8,
             )
-            for figure, label in (("mu_ov", r"$\mu_{OV}$"), ("mu_qk", r"$\mu_{QK}$"), ("attention", r"$\alpha$"))
+            for quantity, label in (("mu_ov", r"$\mu_{OV}$"), ("mu_qk", r"$\mu_{QK}$"), ("attention", r"$\alpha$"))
         ]
         rows.append({"panels": panels})
     own = [reading for reading in readings if reading.run.parameterization in factorized]
@@ -174,21 +184,26 @@ def following(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
     verdict = "Yes" if max(in_mu, in_alpha, largest) < 0.1 else "Only roughly"
     in_time = abs(rescaled["time_collapsed"] / rescaled["time_factorized"] - 1).max()
     off = max(abs(reading.r / reading.run.ratio - 1) for reading in readings)
-    told = sum(reading.best is reading.run.parameterization for reading in readings)
+    identified = sum(reading.best is reading.run.parameterization for reading in readings)
     answer = [
         f"{verdict}: at the times of their checkpoints the factorized runs are within {percent(in_mu)} of the rescaled "
-        f"equations in μ_QK and μ_OV and within {number(in_alpha, 2)} in α, and they keep to their first integrals "
-        f"within {percent(largest)} of the root mean square change of μ_QK over the run. No constant is fitted.",
-        f"The weights alone give r back within {percent(off)} in every run, and name the right one of the four "
-        f"parameterizations in {told} of {len(readings)}.",
-        f"Collapsed runs trained at the rate η·2σμ(t) against the factorized ones: at equal loss the scales are within "
-        f"{percent(rescaled['difference'].max())} of each other, and the times within {percent(in_time)}.",
+        f"equations in μ_QK and μ_OV and within {number(in_alpha, 2)} in α, and they satisfy their first "
+        f"integrals within {percent(largest)} of the root mean square change of μ_QK over the run. Nothing is fitted.",
+        f"From the weights alone, r is recovered within {percent(off)} in every run, and the right one of the four "
+        f"parameterizations is identified in {identified} of {len(readings)} runs.",
+        f"Collapsed runs trained at the rate η·2σμ(t) are compared with the factorized ones: at equal loss the scales "
+        f"are within {percent(rescaled['difference'].max())} of each other, and the times within {percent(in_time)}.",
     ]
     return {"answer": answer, "rows": rows}
 
 
 def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, Any]:
-    """Each law in its own coordinates, and how well every law fits every run before saturation."""
+    """Return each law in its own coordinates, and how well every law fits every run before saturation.
+
+    Args:
+        readings: The growth of each run.
+        style: The number of the drawing style of each ratio.
+    """
     rows, panels = [], []
     for chosen in Parameterization:
         series = []
@@ -197,7 +212,7 @@ def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, 
                 continue
             x, y = straight_line(chosen, reading.series["mu_qk"].to_numpy(), reading.series["mu_ov"].to_numpy())
             line = y[0] + reading.slope_predicted * (x - x[0])
-            # Every slope is proportional to r, so against r times x all runs of a parameterization lie on one line.
+            # Every slope is proportional to r, so that against r times x all runs of a parameterization share one line.
             series.append(Series(reading.run.ratio * (x - x[0]), line, style[reading.run.ratio]))
             series.append(Series(reading.run.ratio * (x - x[0]), y, style[reading.run.ratio], dots=True))
             cells = [
@@ -232,17 +247,19 @@ def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, 
     names = ", ".join(f"{chosen.value}: {_LAW_WORDS[chosen]}" for chosen in Parameterization)
     answer = [
         f"Theory gives each parameterization its own law: {names}. In {len(right)} of the {len(decided)} runs that "
-        f"grow enough before saturation to tell, the law of the run's own parameterization fits best.",
+        f"grow enough before saturation to decide, the law of the run's own parameterization fits best.",
     ]
-    told = {reading.run.parameterization for reading in right}
-    if len(right) == len(decided) and told == set(Parameterization):
+    confirmed = {reading.run.parameterization for reading in right}
+    if len(right) == len(decided) and confirmed == set(Parameterization):
         answer.append(
             "So the log-squared growth of CACO does not survive factorization: a factorized output makes it "
             "logarithmic, and factorized attention exponential in μ_OV or its square, until attention saturates."
         )
     left_out = [reading.run.name for reading in readings if reading.fits is None]
     if left_out:
-        answer.append(f"Left out, with fewer than three checkpoints before saturation: {', '.join(left_out)}.")
+        answer.append(
+            f"These runs have fewer than three checkpoints before saturation and were left out: {', '.join(left_out)}."
+        )
     return {
         "answer": answer,
         "panels": panels,
@@ -253,7 +270,7 @@ def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, 
 
 
 def preconditioner(tables: Tables) -> dict[str, Any]:
-    """The steps that factorized training took against those of Omega(C)."""
+    """Return the steps that factorized training took, compared with those of Omega(C)."""
     reproduction, measured, table = tables.reproduction, tables.measured, tables.preconditioner
     balanced, unbalanced = (table[table["kind"] == kind] for kind in ("balanced", "unbalanced"))
     spread = table[table["kind"] == "spread"]
@@ -271,8 +288,8 @@ def preconditioner(tables: Tables) -> dict[str, Any]:
         start = "balanced, spread" if run.kind == "spread" else run.kind
         step = "Ω(C)G" if operator == "omega" else "G alone"
         legend.append({"swatch": swatch(position), "label": f"W_{circuit.upper()}, {start} start: {step}"})
-        for figure, series in lines.items():
-            column = over[f"{operator}_{figure}_{circuit}"]
+        for quantity, series in lines.items():
+            column = over[f"{operator}_{quantity}_{circuit}"]
             series.append(Series(over["time"], column, position))
             series.append(Series(over["time"], column, position, dots=True))
     panels = [
@@ -282,12 +299,12 @@ def preconditioner(tables: Tables) -> dict[str, Any]:
                 f"{title} against time, from a balanced start with spread singular values and from an unbalanced one",
                 r"time ($\eta_{OV} = 1$)",
                 "",
-                lines[figure],
+                lines[quantity],
                 x_log=True,
-                y_log=figure == "error",
+                y_log=quantity == "error",
             )
         )
-        for figure, title in (
+        for quantity, title in (
             ("cosine", "cosine with the step taken"),
             ("error", "relative error of the step"),
         )
@@ -309,17 +326,17 @@ def preconditioner(tables: Tables) -> dict[str, Any]:
     answer = [
         f"With balanced factors, {'yes' if smallest > 0.999 else 'not quite'}: over every saved step of every "
         f"factorized circuit the cosine is at least {smallest:.6f} and the relative error at most "
-        f"{percent(all_balanced['omega_error'].max())}. That of the exact operator, which leaves out only the second "
-        f"order of the step, is at most {percent(all_balanced['exact_error'].max())}.",
-        f"On the fixed directions all singular values are equal, so that Ω is a scalar and only the size of the step "
-        f"tests it. The balanced run that starts with spread singular values tests its direction too: there G without "
-        f"a preconditioner comes down to a cosine of {spread['gradient_cosine'].min():.3f}, and Ω(C)G is never "
+        f"{percent(all_balanced['omega_error'].max())}. The error of the exact operator, which leaves out only the "
+        f"second order of the step, is at most {percent(all_balanced['exact_error'].max())}.",
+        f"On the fixed directions all singular values are equal, so Ω is a scalar and only the size of the step tests "
+        f"it. The balanced run that starts with spread singular values also tests the direction: there the cosine of G "
+        f"without a preconditioner falls to {spread['gradient_cosine'].min():.3f}, and that of Ω(C)G is never "
         f"below {spread['omega_cosine'].min():.6f}.",
         f"Without balance, {'no' if largest < 0.99 else 'nearly'}: from the unbalanced start the first step has a "
-        f"cosine of {first_steps}, and Ω(C)G misses by {percent(unbalanced['omega_error'].max())} at worst, while "
-        f"the exact operator AAᵀG + GBᵀB stays within {percent(unbalanced['exact_error'].max())}. Gradient flow "
-        f"conserves AᵀA − BBᵀ, so its share shrinks where the factors grow; from the first saved step to the last "
-        f"{imbalances}.",
+        f"cosine of {first_steps}, and the error of Ω(C)G is {percent(unbalanced['omega_error'].max())} at worst, "
+        f"while that of the exact operator AAᵀG + GBᵀB stays within {percent(unbalanced['exact_error'].max())}. "
+        f"Gradient flow conserves AᵀA − BBᵀ, so its share shrinks as the factors grow; from the first saved step to "
+        f"the last, {imbalances}.",
     ]
     return {
         "answer": answer,

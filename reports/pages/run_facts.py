@@ -1,4 +1,4 @@
-"""What a report says in words of a tracked run."""
+"""The facts of a tracked run that its report states in words."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from ...circuits.algebra.factor_steps import LARGEST_DISAGREEMENT
 from ...circuits.weights.layer_keys import layer_label, layer_name
 from .page import number
 
-#: Rows of each kind.
+#: Number of rows for each kind of composition.
 _STRONGEST = 5
 _KINDS = {"Q": "queries", "K": "keys", "V": "values"}
 
 
 def composition_table(stores: dict[str, RunStore]) -> dict[str, Any] | None:
-    """Return the strongest scores of each kind at the last checkpoint that has them; None where no run has any."""
+    """Return the strongest scores of each kind at the last checkpoint that has any; None if no run has any."""
     rows, medians = [], []
     for label, store in stores.items():
         steps = store.composition_steps()
@@ -42,22 +42,28 @@ def composition_table(stores: dict[str, RunStore]) -> dict[str, Any] | None:
     return {"rows": rows, "medians": medians} if rows else None
 
 
-#: What a basis is, behind "weights".
+#: Each basis in words, to follow "weights".
 _BASES = {
     "raw": "raw",
     "folded": "with the norm in front of attention folded in",
-    "folded_centred": "with the norm in front of attention folded in, and what is written centred",
+    "folded_centred": "with the norm in front of attention folded in, and with the written output centred",
 }
 _DISAGREEING = (
-    "the gradients of its factors are not those of one product (some are of an earlier step, or the loss knows the "
-    "factors by more than their product)"
+    "the gradients of its factors do not belong to one product (some are from an earlier step, or the loss depends on "
+    "the factors by more than their product)"
 )
-#: Most names of damaged circuits, and of what was left out.
+#: Maximum number of names of damaged circuits, and of what was left out.
 _NAMES = 12
 
 
 def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of one run for the template."""
+    """Return the facts of one run for the template.
+
+    Args:
+        label: The name of the run in the report.
+        table: The table of its store.
+        description: The description of its store.
+    """
     steps = np.unique(table["step"])
     first, last = table[table["step"] == steps[0]], table[table["step"] == steps[-1]]
     changes = []
@@ -104,15 +110,15 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
 
 
 def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
-    """The circuits of which it is not known what Omega makes of the gradient, with the reason."""
+    """Return the circuits for which the step that Omega makes of the gradient is unknown, with the reasons."""
     reasons = {(entry["circuit"], entry["reason"]): [*entry["layers"]] for entry in description.get("untested", ())}
-    told = {(circuit, layer) for (circuit, _), layers in reasons.items() for layer in layers}
+    stated = {(circuit, layer) for (circuit, _), layers in reasons.items() for layer in layers}
     disagreeing = (
         table[table["gradient_disagreement"] > LARGEST_DISAGREEMENT] if "gradient_disagreement" in table else table[:0]
     )
     for stack, layer, circuit in disagreeing[["stack", "layer", "circuit"]].drop_duplicates().itertuples(index=False):
         name = layer_label(stack, layer)
-        if (circuit, name) not in told:
+        if (circuit, name) not in stated:
             reasons.setdefault((circuit, _DISAGREEING), []).append(name)
     return [
         f"W_{circuit} of layer{'s' * (len(layers) > 1)} {', '.join(layers)}: {reason}"
@@ -121,12 +127,12 @@ def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
 
 
 def heads_in(rows: pd.DataFrame) -> int:
-    """Return how many heads rows are of."""
+    """Return how many heads occur in the rows."""
     return len(rows[["stack", "layer", "head"]].drop_duplicates())
 
 
 def _group_size(rows: pd.DataFrame) -> int:
-    """The most heads that share a key-value head."""
+    """Return the largest number of query heads that share a key-value head."""
     return int(rows.groupby(["stack", "layer", "key_value_head"])["head"].nunique().max())
 
 

@@ -14,17 +14,17 @@ from ...circuits.weights.layer_keys import layer_name
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import number, write_page
 from .run_facts import composition_table, heads_in, run_facts
-from .run_sections import CIRCUITS, SECTIONS, Figure
+from .run_sections import CIRCUITS, SECTIONS, Quantity
 
-#: Most lines of one colour each in a panel; beyond that heads are gathered by layer, or all together.
+#: Maximum number of lines in a panel, each of its own colour. More heads are gathered by layer, or all together.
 _LINES = 6
-#: Most rows of the table of heads.
+#: Maximum number of rows in the table of heads.
 _ROWS = 60
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows that share a line: one head, a layer's heads, or a run's."""
+    """The rows behind one line: those of a head, of a layer's heads or of a whole run."""
 
     label: str
     rows: pd.DataFrame
@@ -34,12 +34,12 @@ def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, co
     """Write the report of one run store, or of several side by side, and return its path.
 
     Args:
-        runs: the stores, or their folders.
-        path: of the report.
-        command: by which it was asked for, as the report tells it; None where it was not asked for by a command.
+        runs: The stores, or their folders.
+        path: The path of the report.
+        command: The command that renders the report, which the report states; None if no command does.
 
     Raises:
-        CallError: there is no store, or a store is none or is empty.
+        CallError: No store is given, one of them is not a run store or is empty, or the path cannot be written to.
     """
     if not runs:
         raise CallError("a report needs at least one run store")
@@ -52,12 +52,12 @@ def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, co
     log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
     style = {group.label: position for position, group in enumerate(groups)}
     sections = []
-    for title, caption, figures in SECTIONS:
+    for title, caption, quantities in SECTIONS:
         panels = [
             drawn
-            for figure in figures
-            for circuit in figure.circuits
-            if (drawn := _panel(figure, circuit, groups, style, over, log_steps and over == "step")) is not None
+            for quantity in quantities
+            for circuit in quantity.circuits
+            if (drawn := _panel(quantity, circuit, groups, style, over, log_steps and over == "step")) is not None
         ]
         if panels:
             sections.append({"title": title, "caption": caption, "panels": panels})
@@ -84,7 +84,7 @@ def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, co
 
 
 def _labels(stores: list[RunStore]) -> list[str]:
-    """The folders' names, made longer until they differ."""
+    """Return the names of the stores' folders, with as many parent folders as it takes to tell them apart."""
     paths = [store.folder.resolve() for store in stores]
     depth = max(len(path.parts) for path in paths)
     for count in range(1, depth + 1):
@@ -101,7 +101,7 @@ def _title(stores: int, over: str) -> str:
 
 
 def _axis(tables: dict[str, pd.DataFrame]) -> str:
-    """What figures are drawn over: training, or the depth of models of which there is one checkpoint each."""
+    """Return the horizontal axis: the training step, or the layer if there is one checkpoint of each model."""
     single = all(table["step"].nunique() == 1 for table in tables.values())
     return "layer" if single and any(table["layer"].nunique() > 1 for table in tables.values()) else "step"
 
@@ -127,41 +127,43 @@ def _spaced_logarithmically(steps: pd.Series) -> bool:
 
 
 def _panel(
-    figure: Figure, circuit: str, groups: list[_Group], style: dict[str, int], over: str, log_steps: bool
+    quantity: Quantity, circuit: str, groups: list[_Group], style: dict[str, int], over: str, log_steps: bool
 ) -> Any:
     series = []
     for group in groups:
         rows = group.rows[group.rows["circuit"] == circuit]
-        if figure.column not in rows or rows[figure.column].isna().all():
+        if quantity.column not in rows or rows[quantity.column].isna().all():
             continue
-        quartiles = rows.groupby(over)[figure.column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
+        quartiles = rows.groupby(over)[quantity.column].quantile(np.array([0.25, 0.5, 0.75])).unstack()
         band = (quartiles[0.25].to_numpy(), quartiles[0.75].to_numpy()) if heads_in(rows) > 1 else None
         series.append(Series(quartiles.index, quartiles[0.5].to_numpy(), style[group.label], band=band))
     if not series:
         return None
     name = CIRCUITS[circuit]
     title = (
-        figure.label if len(figure.circuits) == 1 and figure.column == "effective_ratio" else f"{name} {figure.label}"
+        quantity.label
+        if len(quantity.circuits) == 1 and quantity.column == "effective_ratio"
+        else f"{name} {quantity.label}"
     )
-    # A logarithmic axis cannot show a figure that is nowhere positive.
-    log = figure.log and any((line.y > 0).any() for line in series)
+    # A logarithmic axis cannot show values that are nowhere positive.
+    log = quantity.log and any((line.y > 0).any() for line in series)
     return draw(
         Panel(
             title=title,
-            description=f"{figure.column.replace('_', ' ')} of W_{circuit} against the {over}",
+            description=f"{quantity.column.replace('_', ' ')} of W_{circuit} against the {over}",
             x_label=over,
             y_label="",
             series=series,
             x_log=log_steps,
             y_log=log,
             x_integer=over == "layer",
-            y_limits=figure.limits,
+            y_limits=quantity.limits,
         )
     )
 
 
 def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses: bool) -> list[Any]:
-    """The figures that were saved beside the weights, one panel each: the losses, or the others."""
+    """Draw the scalars that were saved beside the weights, each in its panel: either the losses or the others."""
     columns = sorted(
         {str(column) for table in tables.values() for column in table if str(column).startswith("training_")}
     )
@@ -186,7 +188,7 @@ def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses
 
 
 def _spectra_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
-    """Median singular values over heads at the first, the middle and the last step; for one run only."""
+    """Draw the median singular values over heads at the first, middle and last step; only if there is one run."""
     if len(tables) > 1:
         return []
     (table,) = tables.values()
@@ -227,7 +229,7 @@ def _spectra_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
 
 
 def _offset_panel(groups: list[_Group], style: dict[str, int]) -> Any:
-    """||W_QK|| of rotary models against the offset, over that at offset 0, at the last checkpoint."""
+    """Draw ||W_QK|| of rotary models against the offset, relative to offset 0, at the last checkpoint."""
     series = []
     for group in groups:
         rows = _last_rows(group.rows)

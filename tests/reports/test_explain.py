@@ -120,8 +120,8 @@ def test_the_page_says_the_figures_of_the_tables(explained):
     for method, of_one in explanation.methods.groupby("method"):
         value = of_one.set_index("metric")["value"]["comprehensiveness"]
         assert re.search(rf"{method} {value:.3f}".replace("-", "−"), text)
-    assert "this project's reading" in text
-    assert "Convention: standard" in text
+    assert "definitions are this project's" in text
+    assert "The convention is the standard one" in text
 
 
 def test_examples_are_marked_and_escaped(explained):
@@ -156,7 +156,7 @@ def test_other_models_and_tasks(place, tmp_path, capsys, monkeypatch, model, tas
     assert run(["explain", model, task, *more, *methods, "--out", str(tmp_path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert 0 < printed["relevance"]["MRTA"]["value"] < 1
-    assert "Is it faithful?" in (tmp_path / "report.html").read_text()
+    assert "Is attention faithful?" in (tmp_path / "report.html").read_text()
 
 
 def test_a_checkpoint_of_a_reproduction(tmp_path, capsys, monkeypatch):
@@ -193,8 +193,8 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
     assert "no example has relevant tokens" in printed
     assert "left out of relevance: 2 without a relevant token" in printed
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "That cannot be said: no example of this task has relevant tokens." in page
-    assert "Its first tokens cost most" in page
+    assert "This cannot be answered: no example of this task has relevant tokens." in page
+    assert "Removing the first tokens costs most" in page
     (tmp_path / "subjects").write_text("1\n1\n")
     assert run([*arguments, "--option", f"subjects={tmp_path / 'subjects'}", "--out", str(tmp_path / "out")]) == 0
     assert "MRTA by rollout" in capsys.readouterr().out

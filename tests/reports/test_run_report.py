@@ -116,7 +116,7 @@ def test_damaged_heads_and_missing_checkpoints_are_said(tmp_path):
     save_checkpoint(tmp_path / "broken", 0, [broken], {}, {})
     page = write_run_report([track(tmp_path / "broken", tmp_path / "b").store], tmp_path / "b.html", "qkov").read_text()
     assert (
-        "2 circuits hold NaN or infinite weights and have no figures: step 0, layer 0, head 0, W<sub>QK</sub>" in page
+        "2 circuits hold NaN or infinite weights and were not measured: step 0, layer 0, head 0, W<sub>QK</sub>" in page
     )
     store.path(10).unlink()
     page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
@@ -157,10 +157,10 @@ def test_what_kind_of_attention_it_is_is_said(tmp_path, drawn):
     (run / "checkpoint-9").mkdir()
     store = track(run, tmp_path / "store", basis="folded", rotary_offset=3, composition=True).store
     page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
-    assert "Queries and keys are normalised (QK-norm): the size of W<sub>QK</sub> does not reach the scores" in page
+    assert "Queries and keys are normalised (QK-norm): the size of W<sub>QK</sub> does not affect the scores" in page
     assert "Up to 2 query heads share their keys and values." in page
     assert "weights with the norm in front of attention folded in;" in page
-    assert "W<sub>QK</sub> at offset 3, position of the query less that of the key" in page
+    assert "W<sub>QK</sub> at offset 3, query position minus key position" in page
     assert "Left out: checkpoint-9: holds no weights (yet)." in page
     assert f"<dt>recognised</dt><dd>{store.description()['recognised']}</dd>" in html.unescape(page)
     panel = titled(drawn, "relative to offset 0")
