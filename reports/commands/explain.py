@@ -62,7 +62,7 @@ def explain(
         ),
     ] = "delete",
     convention: Annotated[
-        str, typer.Option(help="standard, or paper to make the choices of the paper's released code.")
+        str, typer.Option(help="Convention to follow: standard, or paper for the choices of the paper's released code.")
     ] = "standard",
     residual: Annotated[
         float | None,

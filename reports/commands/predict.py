@@ -21,17 +21,20 @@ def predict(
     relevant: Annotated[int, typer.Option(help="Number of tokens of the class in a sequence, m.")] = 5,
     background: Annotated[int, typer.Option(help="Number of background tokens in a sequence, n.")] = 50,
     query: Annotated[
-        str, typer.Option(help="token: the query is one of the class's tokens. class: each class has its own query.")
+        str,
+        typer.Option(
+            help="Query of a sequence: token (one of its class's tokens) or class (a separate query for each class)."
+        ),
     ] = "token",
     start_qk: Annotated[
-        float | None, typer.Option(help="mu_QK at the start. Default: 0 if collapsed, 0.01 if factorized.")
+        float | None, typer.Option(help="Start value of mu_QK. Default: 0 if collapsed, 0.01 if factorized.")
     ] = None,
     start_ov: Annotated[
-        float | None, typer.Option(help="mu_OV at the start. Default: 0 if collapsed, 0.01 if factorized.")
+        float | None, typer.Option(help="Start value of mu_OV. Default: 0 if collapsed, 0.01 if factorized.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute the theory's state and time at a loss.
+    """Predict attention and both scales at a loss.
 
     Prints alpha, mu_QK, mu_OV and the time at which gradient flow passes the loss. Nothing is trained.
     """

@@ -16,7 +16,7 @@ def reproduce(
         "qkov-reproduce"
     ),
     quick: Annotated[
-        bool, typer.Option(help="Take larger steps, save fewer checkpoints and stop at a loss of 1e-4.")
+        bool, typer.Option("--quick", help="Take larger steps, save fewer checkpoints and stop at a loss of 1e-4.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -212,7 +212,11 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
         (["gpt2", "agreement", "--methods", "random,rollout"], "expected an attention measure", 2),
         (["gpt2", "agreement", "--cuts", "a,b"], "--cuts should be comma-separated percentages", 2),
         (["gpt2", "agreement", "--cuts", "500"], "cuts should be different shares", 2),
-        (["gpt2", "agreement", "--removal", "mask", "--limit", "4", "--tokenizer", "no"], "there is no tokenizer at no", 1),
+        (
+            ["gpt2", "agreement", "--removal", "mask", "--limit", "4", "--tokenizer", "no"],
+            "there is no tokenizer at no",
+            1,
+        ),
         (["gpt2", "agreement", "--removal", "shred"], "--removal should be one of delete, mask, attention", 2),
         (["gpt2", "agreement", "--convention", "theirs"], "--convention should be one of standard, paper", 2),
         (["gpt2", "squad", "--convention", "paper"], "squad has no paper convention", 2),
