@@ -328,11 +328,42 @@ def test_fused_attention_is_set_to_eager_whenever_it_is_needed():
     assert [tuple(attention.shape) for attention in maps] == [(1, 4, 4, 4)] * 2
 
 
-def test_fused_attention_that_cannot_be_changed_is_refused():
+def test_fused_attention_that_cannot_be_changed_and_loses_its_mask_when_asked_for_maps_is_refused():
     config = small("FalconConfig")
     config._attn_implementation = "sdpa"
     with pytest.raises(CallError, match=r"is sdpa and cannot be changed.*attn_implementation='eager'"):
         TransformersCausalLM(transformers.FalconForCausalLM(config))
+
+
+def test_fused_attention_that_cannot_be_changed_gives_maps_where_a_call_asks_for_them(monkeypatch):
+    # As in the classes of transformers 4 that are made for sdpa, and compute their maps when a call wants them.
+    monkeypatch.setattr(transformers.BertForMaskedLM, "_can_set_attn_implementation", lambda *_given: False)
+    forward = transformers.BertForMaskedLM.forward
+
+    def asked(self: Any, *args: Any, output_attentions: bool = False, **kwargs: Any) -> Any:
+        self.config._attn_implementation_internal = "eager" if output_attentions else "sdpa"
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.BertForMaskedLM, "forward", asked)
+    model = MASKED[0].build()
+    adapted = TransformersMaskedLM(model, mask_token=MASK)
+    tokens, mask = tokens_and_mask(adapted.pad)
+    maps: list[torch.Tensor] = []
+    logits = adapted.logits(tokens, mask, maps=lambda _layer, given: maps.append(given))
+    assert torch.autograd.grad(logits[mask].sum(), maps)[1].any()
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.undo()
+    wanted: list[torch.Tensor] = []
+    MASKED[0].adapted().logits(tokens, mask, maps=lambda _layer, given: wanted.append(given))
+    for one, other in zip(maps, wanted, strict=True):
+        assert_same(one, other)
+
+
+def test_a_layer_whose_attention_stays_fused_is_named(monkeypatch):
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "set_attn_implementation", lambda *_given: None)
+    model = CAUSAL[1].build()
+    with pytest.raises(CallError, match=r"layer 0 of .* gave no attention map; fused .*attn_implementation='eager'"):
+        TransformersCausalLM(model)
 
 
 def bert(name: str, **changes: Any) -> Any:

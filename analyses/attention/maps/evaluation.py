@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ....circuits.errors import CallError
-
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
@@ -22,7 +20,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Some modules do more than set a flag when the mode changes, such as merging weights, so they are told.
+        # Some modules do more than set a flag in train(), such as merging weights, so it has to be called.
         if was_training:
             model.train()
         for module in model.modules():
@@ -30,32 +28,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def eager_attention(model: nn.Module, name: str) -> Iterator[None]:
+def eager_attention(model: nn.Module) -> Iterator[str | None]:
     """Set the attention of a model of transformers to eager, and set it back afterwards.
 
-    Args:
-        model: The model.
-        name: Its name, for messages.
-
-    Raises:
-        CallError: The attention is fused and cannot be changed once the model is built.
+    Yields:
+        The implementation that stays set because the model cannot be changed once it is built; None for eager.
     """
     before = [(config, config._attn_implementation) for config in _configs(model)]
     if all(kind in (None, "eager") for _, kind in before):
-        yield
+        yield None
         return
+    can_be_set: Any = getattr(model, "_can_set_attn_implementation", None)
     try:
-        if hasattr(model, "set_attn_implementation"):
+        if hasattr(model, "set_attn_implementation") and (can_be_set is None or can_be_set()):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
         kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        if kind not in (None, "eager"):
-            raise CallError(
-                f"the attention of {name} is {kind} and cannot be changed, and fused attention gives no maps; load the "
-                f"model again with attn_implementation='eager'"
-            )
-        yield
+        yield None if kind == "eager" else kind
     finally:
         for config, kind in before:
             # The public attribute would also set the configs inside, each of which has its own.

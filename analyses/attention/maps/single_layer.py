@@ -34,8 +34,11 @@ class SingleLayerMaps(MapSource):
         consume: bool = False,
         on_call: OnCall = on_call,
     ) -> Iterator[Callable[[], None]]:
-        """Compute the attention of every call a second time, without gradients."""
-        assert inputs is None and not consume, "a measure reads this model through SingleLayerModel"  # noqa: PT018
+        """Compute the attention of every call a second time, without gradients.
+
+        There are no maps to consume: a measure reads this model through `SingleLayerModel`.
+        """
+        del inputs, consume
 
         def hook(args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
             sequences = args[0] if args else kwargs["sequences"]

@@ -20,6 +20,7 @@ REMEDY = (
 )
 #: Rows of softmax weights in float16 sum to 1 within this tolerance; scores do not by chance.
 ROUNDING = 1e-2
+_HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,8 +208,11 @@ def _asks_for_maps(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], d
 def _demand_weights(attention: Tensor, key: LayerKey, module: _MapModule, name: str) -> None:
     """Raise CallError if the tensor in the position of a map is not a map."""
     shape, layer = list(attention.shape), layer_name(*key)
-    heads = getattr(getattr(module.owner, "config", None), "num_attention_heads", None)
-    fits = attention.ndim == 4 and heads in (None, attention.shape[1]) and attention.shape[2] <= attention.shape[3]
+    config = getattr(module.owner, "config", None)
+    # An encoder and a decoder may have different numbers of heads.
+    heads = {getattr(config, name) for name in _HEAD_COUNTS if hasattr(config, name)}
+    fits = attention.ndim == 4 and (not heads or attention.shape[1] in heads)
+    fits = fits and attention.shape[2] <= attention.shape[3]
     if not fits or bool((attention < 0).any()):
         raise CallError(
             f"{type(module.module).__name__} of {layer} of {name} gives {shape}, not attention weights [batch, head, "

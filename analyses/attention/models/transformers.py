@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,8 +53,10 @@ class TransformersModel(AttentionModel):
         self.context = _context(model, config)
         tokens = torch.arange(TRIAL_LENGTH, device=self.device)[None] % self._vocabulary
         shown = torch.ones_like(tokens, dtype=torch.bool)
-        with self._as_measured():
-            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, None), self.name)
+        with self._as_measured() as options:
+            if options:
+                self._demand_same_logits(tokens, options)
+            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, None, options), self.name)
         self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.causal
         self.layer_keys = self._maps.keys
 
@@ -76,8 +78,11 @@ class TransformersModel(AttentionModel):
         self.demand_context(tokens)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         reads = maps is not None or inputs is not None
-        with self._as_measured(), self._maps.handed_on(maps, inputs) if reads else nullcontext():
-            return self._run(tokens, mask, embedded)
+        with self._as_measured() as options:
+            if not reads:
+                return self._run(tokens, mask, embedded, {})
+            with self._maps.handed_on(maps, inputs):
+                return self._run(tokens, mask, embedded, options)
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
         """Return the token embeddings."""
@@ -98,13 +103,35 @@ class TransformersModel(AttentionModel):
         return by_layer
 
     @contextmanager
-    def _as_measured(self) -> Iterator[None]:
-        """Run the model without dropout and with maps, and leave it as it was."""
-        with evaluation_mode(self._model), eager_attention(self._model, self.name):
-            yield
+    def _as_measured(self) -> Iterator[dict[str, bool]]:
+        """Run the model without dropout and with maps, and leave it as it was.
+
+        Yields:
+            The options to call the model with for maps. Some models cannot be set to eager attention once they are
+            built, but compute their maps, with the masks that these need, in a call with output_attentions.
+        """
+        with evaluation_mode(self._model), eager_attention(self._model) as fused:
+            yield {"output_attentions": True} if fused else {}
+
+    def _demand_same_logits(self, tokens: Tensor, options: dict[str, bool]) -> None:
+        """Refuse a model that computes something else when it is asked for its maps, such as without its masks."""
+        for length in (tokens.shape[1], tokens.shape[1] - 1):
+            mask = torch.arange(tokens.shape[1], device=tokens.device)[None] < length
+            with torch.no_grad():
+                fused, plain = (self._run(tokens, mask, None, chosen) for chosen in ({}, options))
+            if fused.ndim == 3:
+                fused, plain = fused[mask], plain[mask]
+            if not torch.allclose(fused, plain, rtol=1e-2, atol=1e-2 * float(fused.abs().max())):
+                kind = self._model.config._attn_implementation
+                raise CallError(
+                    f"the attention of {self.name} is {kind} and cannot be changed, and fused attention gives no maps; "
+                    f"load the model again with attn_implementation='eager'"
+                )
 
     @abstractmethod
-    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
+    def _run(
+        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
+    ) -> Float[Tensor, "batch *position output"]:
         """Call the model."""
 
     def _arguments(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> dict[str, Tensor]:
@@ -145,8 +172,10 @@ class TransformersClassifier(TransformersModel):
             )
         return torch.zeros(len(mask), dtype=torch.long)
 
-    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
-        arguments = self._arguments(tokens, mask, embedded)
+    def _run(
+        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
+    ) -> Float[Tensor, "batch *position output"]:
+        arguments = self._arguments(tokens, mask, embedded) | options
         head = getattr(self._model, "score", None)
         if head is None:
             logits = as_float(self._model(**arguments).logits)
@@ -212,8 +241,10 @@ class TransformersCausalLM(_LanguageModel):
         """Return the last token of each example."""
         return last_token(mask)
 
-    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
-        return as_float(self._model(**self._arguments(tokens, mask, embedded), use_cache=False).logits)
+    def _run(
+        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
+    ) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**self._arguments(tokens, mask, embedded), **options, use_cache=False).logits)
 
 
 class TransformersMaskedLM(_LanguageModel):
@@ -253,8 +284,10 @@ class TransformersMaskedLM(_LanguageModel):
             positions.append(candidates[0])
         return torch.tensor(positions)
 
-    def _run(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> Float[Tensor, "batch *position output"]:
-        return as_float(self._model(**self._arguments(tokens, mask, embedded)).logits)
+    def _run(
+        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
+    ) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**self._arguments(tokens, mask, embedded), **options).logits)
 
 
 def _context(model: nn.Module, config: Any) -> int | None:
