@@ -1,4 +1,4 @@
-"""What a sweep reads of checkpoints at a distance, kept on this machine's disk while steps to come still need it."""
+"""Keeps what a sweep reads of remote checkpoints on this machine's disk as long as later steps need it."""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -15,26 +15,31 @@ from ...circuits.storage.places import LocalPlace
 
 @contextmanager
 def folder_for_keeping(checkpoints: Iterable[Checkpoint]) -> Iterator[Path | None]:
-    """Give a folder among this machine's temporary files, which goes however the sweep ends.
+    """Create a temporary folder on this machine, which is deleted however the sweep ends.
 
-    None is given where all checkpoints lie on this machine, and where no folder can be made. Workers on other machines
-    do not find the folder, and each of them reads all that it needs over the network.
+    Workers on other machines do not find the folder; each of them reads all that it needs over the network.
+
+    Args:
+        checkpoints: The checkpoints of the sweep.
+
+    Yields:
+        The folder, or None if all checkpoints are on this machine or no folder can be created.
     """
-    around = None
+    temporary = None
     if not all(isinstance(place_of(checkpoint.address), LocalPlace) for checkpoint in checkpoints):
         with suppress(OSError):
-            around = TemporaryDirectory(prefix="qkov-", ignore_cleanup_errors=True)
-            _kept_in(around).mkdir()
-    if around is None:
+            temporary = TemporaryDirectory(prefix="qkov-", ignore_cleanup_errors=True)
+            _kept_in(temporary).mkdir()
+    if temporary is None:
         yield None
         return
-    with around:
+    with temporary:
         try:
-            yield _kept_in(around)
+            yield _kept_in(temporary)
         finally:
-            # By another name nobody who is still reading finds it, to put something in while it is emptied.
+            # Renamed first, so that a worker that is still reading cannot add files while the folder is emptied.
             with suppress(OSError):
-                _kept_in(around).rename(Path(around.name) / "no longer kept")
+                _kept_in(temporary).rename(Path(temporary.name) / "no longer kept")
 
 
 def files_to_read(checkpoint: Checkpoint, folder: Path | None) -> CheckpointFiles:
@@ -50,11 +55,16 @@ def files_to_read(checkpoint: Checkpoint, folder: Path | None) -> CheckpointFile
 
 
 def drop_all_but(folder: Path, steps: set[int]) -> None:
-    """Delete what is kept of other checkpoints than those of the steps."""
+    """Delete what is kept of all checkpoints but those of some steps.
+
+    Args:
+        folder: The folder in which files are kept.
+        steps: The steps whose files stay.
+    """
     for kept in folder.glob("*"):
         if int(kept.name) not in steps:
             shutil.rmtree(kept, ignore_errors=True)
 
 
-def _kept_in(around: TemporaryDirectory[str]) -> Path:
-    return Path(around.name) / "kept"
+def _kept_in(temporary: TemporaryDirectory[str]) -> Path:
+    return Path(temporary.name) / "kept"

@@ -1,4 +1,4 @@
-"""The rows of one checkpoint: every figure of its circuits and of their groups, and what moved."""
+"""The rows of one checkpoint: all quantities of its circuits and head groups, and how far they moved."""
 
 from collections.abc import Iterator
 from itertools import repeat
@@ -18,11 +18,11 @@ from ...circuits.weights.layer_keys import layer_label
 from .motion import MOTION, effective_ratio, motion
 from .view import Opened, TaskDirections, View
 
-#: Where ||W_QK(offset)|| of a rotary model is measured.
+#: The offsets at which ||W_QK(offset)|| of a rotary model is measured.
 ROTARY_OFFSETS = [0, *(2**power for power in range(11))]
 
-#: What belongs to the heads that share keys and values together, since training moves their factors together.
-GROUP_FIGURES = ("omega_largest", "omega_mean", "omega_self", *FACTOR_QUANTITIES)
+#: The quantities that belong to all heads that share keys and values, because training moves their factors together.
+GROUP_QUANTITIES = ("omega_largest", "omega_mean", "omega_self", *FACTOR_QUANTITIES)
 
 
 def checkpoint_rows(
@@ -35,15 +35,23 @@ def checkpoint_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of a checkpoint, one for each layer, head and circuit, all with the same columns.
 
-    Heads that share keys and values (grouped-query attention) have rows of their own, with norms, ranks and the rest of
-    their own matrix; `GROUP_FIGURES` are those of the group, W_K [W_Q1', W_Q2', ...] or [W_O1; W_O2; ...] W_V, and the
-    same in the rows of its heads. They are missing in all of them where one head of the group is not finite.
+    Heads that share keys and values (grouped-query attention) each have a row, with norms, ranks and so on of their own
+    matrix. `GROUP_QUANTITIES` are those of the group, W_K [W_Q1', W_Q2', ...] or [W_O1; W_O2; ...] W_V, repeated in the
+    rows of its heads; they are missing in all of them if one head of the group is not finite.
+
+    Args:
+        current: The checkpoint.
+        before: The previous checkpoint; None at the first.
+        reference: The checkpoint with which it is compared; None if there is none.
+        directions: The directions with which it is compared, in place of a reference.
+        view: The basis and the rotary offset.
+        source: The name of the run, stored in every row.
 
     Raises:
-        CallError: a direction has not the circuit's shape, or the view is not possible.
-        QkovError: the checkpoints do not have the same layers and shapes.
+        CallError: A direction does not have the circuit's shape, or the view is not possible.
+        QkovError: The checkpoints do not have the same layers and shapes.
     """
-    about = {
+    identity = {
         "source": source,
         "step": current.checkpoint.step,
         "basis": view.basis,
@@ -57,7 +65,7 @@ def checkpoint_rows(
         layers: tuple[AttentionWeights, AttentionWeights | None, AttentionWeights | None],
     ) -> list[dict[str, Any]]:
         weights, earlier, referred = layers
-        figures: dict[str, dict[str, Tensor]] = {}
+        quantities: dict[str, dict[str, Tensor]] = {}
         circuits = view.circuits(weights)
         for name, circuit in circuits.items():
             direction = None
@@ -65,12 +73,12 @@ def checkpoint_rows(
                 direction = directions.circuits[name]
             elif referred is not None and reference is not None:
                 direction = _counterpart(circuit, current, view.circuits(referred), reference, name)
-            figures[name] = measure(circuit, reference=direction, eigenvalues=name == "OV")
-            figures[name] |= _of_groups(weights, name, view)
+            quantities[name] = measure(circuit, reference=direction, eigenvalues=name == "OV")
+            quantities[name] |= _group_quantities(weights, name, view)
             if earlier is not None and before is not None:
                 old = _counterpart(circuit, current, view.circuits(earlier), before, name)
-                figures[name] |= motion(circuit, old, current.checkpoint.step - before.checkpoint.step)
-        return [about | row for row in _layer_rows(weights, circuits, figures, view)]
+                quantities[name] |= motion(circuit, old, current.checkpoint.step - before.checkpoint.step)
+        return [identity | row for row in _layer_rows(weights, circuits, quantities, view)]
 
     layers = zip(
         view.layers(current.weights), _layers(before, current, view), _layers(reference, current, view), strict=False
@@ -81,14 +89,19 @@ def checkpoint_rows(
 
 
 def composition_columns(current: Opened, view: View, source: str) -> dict[str, Any]:
-    """Return the composition scores of a checkpoint as the columns of a table, one row for each kind and two heads.
+    """Return the composition scores of a checkpoint as the columns of a table, one row for each kind and pair of heads.
+
+    Args:
+        current: The checkpoint.
+        view: The basis and the rotary offset.
+        source: The name of the run, stored in every row.
 
     Raises:
-        CallError: the view is not possible.
+        CallError: The view is not possible.
     """
     columns: dict[str, list[Any]] = {name: [] for name in ("stack", "kind", "chance", "score")}
-    places: dict[str, list[np.ndarray]] = {
-        f"{when}_{what}": [] for when in ("earlier", "later") for what in ("layer", "head")
+    numbers: dict[str, list[np.ndarray]] = {
+        f"{side}_{unit}": [] for side in ("earlier", "later") for unit in ("layer", "head")
     }
     for pair in composition_scores(view.layers(current.weights), view.basis, view.rotary_offset):
         for kind, scores in pair.scores.items():
@@ -98,10 +111,10 @@ def composition_columns(current: Opened, view: View, source: str) -> dict[str, A
             columns["kind"] += [kind] * count
             columns["chance"] += [pair.chance] * count
             columns["score"] += scores.flatten().tolist()
-            places["earlier_layer"].append(np.full(count, pair.earlier))
-            places["later_layer"].append(np.full(count, pair.later))
-            places["earlier_head"].append(earlier.ravel())
-            places["later_head"].append(later.ravel())
+            numbers["earlier_layer"].append(np.full(count, pair.earlier))
+            numbers["later_layer"].append(np.full(count, pair.later))
+            numbers["earlier_head"].append(earlier.ravel())
+            numbers["later_head"].append(later.ravel())
     count = len(columns["score"])
     return {
         "source": [source] * count,
@@ -109,14 +122,17 @@ def composition_columns(current: Opened, view: View, source: str) -> dict[str, A
         "basis": [view.basis] * count,
         "rotary_offset": [view.rotary_offset] * count,
         **columns,
-        **{name: np.concatenate([np.empty(0, dtype=int), *parts]) for name, parts in places.items()},
+        **{name: np.concatenate([np.empty(0, dtype=int), *parts]) for name, parts in numbers.items()},
     }
 
 
 def _layer_rows(
-    weights: AttentionWeights, circuits: dict[str, Circuit], figures: dict[str, dict[str, Tensor]], view: View
+    weights: AttentionWeights, circuits: dict[str, Circuit], quantities: dict[str, dict[str, Tensor]], view: View
 ) -> Iterator[dict[str, Any]]:
-    listed = {name: {figure: value.tolist() for figure, value in of.items()} for name, of in figures.items()}
+    listed = {
+        name: {quantity: values.tolist() for quantity, values in by_quantity.items()}
+        for name, by_quantity in quantities.items()
+    }
     speeds = {name: values.get("relative_speed") for name, values in listed.items()}
     at_offsets = _norms_at_offsets(weights, view)
     for name, circuit in circuits.items():
@@ -137,7 +153,7 @@ def _layer_rows(
                 "factorized": circuit.right is not None,
                 "finite": finite[head],
                 **dict.fromkeys(MOTION),
-                **{figure: value[head] for figure, value in listed[name].items()},
+                **{quantity: values[head] for quantity, values in listed[name].items()},
                 "effective_ratio": effective_ratio(speeds, head),
                 "rotary_offsets": ROTARY_OFFSETS if name == "QK" and at_offsets is not None else None,
                 "frobenius_norm_at_offsets": at_offsets[head] if name == "QK" and at_offsets is not None else None,
@@ -151,24 +167,24 @@ def _norms_at_offsets(weights: AttentionWeights, view: View) -> list[list[float]
     return weights.rotary_norms(ROTARY_OFFSETS, view.basis).T.tolist()
 
 
-def _of_groups(weights: AttentionWeights, name: str, view: View) -> dict[str, Tensor]:
-    """The figures that belong to a group of heads, once for each of its heads; none where heads are not grouped."""
+def _group_quantities(weights: AttentionWeights, name: str, view: View) -> dict[str, Tensor]:
+    """The quantities of a group of heads, repeated for each of its heads; none if heads are not grouped."""
     if weights.group_size == 1:
         return {}
     grouped = weights.qk_groups(view.basis, view.offset(weights)) if name == "QK" else weights.ov_groups(view.basis)
-    figures = measure(grouped, eigenvalues=False)
+    quantities = measure(grouped, eigenvalues=False)
     times = weights.heads // grouped.shape[0]
-    return {figure: figures[figure].repeat_interleave(times) for figure in GROUP_FIGURES}
+    return {quantity: quantities[quantity].repeat_interleave(times) for quantity in GROUP_QUANTITIES}
 
 
 def _layers(other: Opened | None, current: Opened, view: View) -> Iterator[AttentionWeights | None]:
     if other is None:
         return repeat(None)
-    held, wanted = other.weights.layer_keys, current.weights.layer_keys
-    if held != wanted:
+    held, expected = other.weights.layer_keys, current.weights.layer_keys
+    if held != expected:
         raise QkovError(
             f"{other.checkpoint.address} has the layers {_in_words(held)} and {current.checkpoint.address} has "
-            f"{_in_words(wanted)}: the checkpoints of one run should have the same"
+            f"{_in_words(expected)}: the checkpoints of one run should have the same layers"
         )
     return view.layers(other.weights)
 
@@ -179,14 +195,14 @@ def _in_words(layers: list[tuple[str, int]]) -> str:
 
 def _counterpart(circuit: Circuit, current: Opened, circuits: dict[str, Circuit], other: Opened, name: str) -> Circuit:
     """The same circuit in another checkpoint of the run."""
-    found = circuits.get(name)
-    if found is None or found.shape != circuit.shape:
-        shape = "none" if found is None else f"one of shape {tuple(found.shape)}"
+    counterpart = circuits.get(name)
+    if counterpart is None or counterpart.shape != circuit.shape:
+        shape = "none" if counterpart is None else f"one of shape {tuple(counterpart.shape)}"
         raise QkovError(
             f"{current.checkpoint.name} has a W_{name} of shape {tuple(circuit.shape)} [head, rows, columns] and "
             f"{other.checkpoint.name} has {shape}: the checkpoints of one run should agree"
         )
-    return found
+    return counterpart
 
 
 def _reference_name(reference: Opened | None, directions: TaskDirections | None) -> str | None:
@@ -197,7 +213,7 @@ def _reference_name(reference: Opened | None, directions: TaskDirections | None)
 
 def _finite(circuit: Circuit) -> list[bool]:
     factors = [factor for factor in (circuit.left, circuit.right) if factor is not None]
-    # float8 knows no isfinite of its own.
+    # float8 has no isfinite.
     return (
         torch.stack([torch.isfinite(factor.double()).flatten(1).all(dim=1) for factor in factors]).all(dim=0).tolist()
     )

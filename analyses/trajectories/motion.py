@@ -1,4 +1,4 @@
-"""What moved between two checkpoints."""
+"""How far circuits moved between two checkpoints."""
 
 import math
 
@@ -8,24 +8,29 @@ from torch import Tensor
 
 from ...circuits.algebra.circuit import Circuit
 
-#: The figures of `motion`, all of them undefined at a run's first checkpoint.
+#: The quantities of `motion`, which are all missing at a run's first checkpoint.
 MOTION = ("change_norm", "relative_speed", "previous_scale", "previous_cosine")
 
 
 def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[Tensor, "*batch"]]:
-    """Return how far a circuit moved since the checkpoint before, per head, through its factors.
+    """Return how far each head of a circuit moved since the previous checkpoint, computed through its factors.
+
+    With C the circuit now and C_before the circuit at the previous checkpoint:
 
     | name | formula | unit |
     |---|---|---|
-    | change_norm | ||C - C_before||_F | of the weights |
+    | change_norm | ||C - C_before||_F | that of C |
     | relative_speed | ||C - C_before||_F / (||C_before||_F steps) | per step; NaN where C_before is zero |
     | previous_scale | <C, C_before> / <C_before, C_before> | 1; NaN where C_before is zero |
     | previous_cosine | <C, C_before> / (||C||_F ||C_before||_F) | 1; NaN where either is zero |
 
     Args:
-        circuit: at this checkpoint.
-        previous: at the one before, of the same shape.
-        steps: of training between the two.
+        circuit: The circuit at this checkpoint.
+        previous: The circuit at the previous checkpoint, of the same shape.
+        steps: The number of training steps between the two.
+
+    Returns:
+        The quantities by name, one value for each head.
     """
     change = (circuit - previous).frobenius_norm()
     norm, before = circuit.frobenius_norm(), previous.frobenius_norm()
@@ -40,10 +45,14 @@ def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[T
 
 
 def effective_ratio(relative_speeds: dict[str, list[float] | None], head: int) -> float:
-    """Return r(t) of a head as the weights alone show it: the relative speed of W_QK over that of W_OV.
+    """Return r(t) of a head as the weights alone show it: the relative speed of W_QK divided by that of W_OV.
 
-    It is a ratio of speeds, not of learning rates: in qkov's own runs `fit_ratio` reads the latter off the scales. NaN
-    where one of the speeds is missing, undefined or zero.
+    It is a ratio of speeds, not of learning rates; for qkov's own runs, `fit_ratio` computes the latter from the
+    scales. It is NaN if one of the speeds is missing, undefined or zero.
+
+    Args:
+        relative_speeds: The relative speeds of the heads by circuit, QK and OV.
+        head: The number of the head.
     """
     qk, ov = relative_speeds.get("QK"), relative_speeds.get("OV")
     if qk is None or ov is None or len(qk) != len(ov) or not (qk[head] > 0 and ov[head] > 0):

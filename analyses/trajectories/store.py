@@ -1,4 +1,4 @@
-"""The run store: one Parquet file a checkpoint, written whole or not at all, and run.json beside them."""
+"""The run store: run.json and one Parquet file for each checkpoint, written whole or not at all."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from ...circuits.storage.atomic_write import remove_stale, write_atomically
 FORMAT = "qkov run store 2"
 _KEY = b"qkov"
 
-#: What says which circuit a row measures, and how.
+#: The columns that state which circuit a row measures, and how.
 IDENTITY = pa.schema(
     [
         ("source", pa.string()),
@@ -39,13 +39,13 @@ IDENTITY = pa.schema(
         ("reference", pa.string()),
     ]
 )
-#: The figures that are lists.
+#: The quantities that are lists.
 LISTS = {
     "singular_values": pa.list_(pa.float64()),
     "rotary_offsets": pa.list_(pa.int32()),
     "frobenius_norm_at_offsets": pa.list_(pa.float64()),
 }
-#: A row of `composition/` is the score of one kind between two heads.
+#: The columns of `composition/`, whose rows are scores of one kind between two heads.
 COMPOSITION = pa.schema(
     [
         ("source", pa.string()),
@@ -65,66 +65,79 @@ COMPOSITION = pa.schema(
 
 
 class RunStore:
-    """A folder with run.json, `steps/step-000001000.parquet`, one file a checkpoint, and maybe `composition/` likewise.
+    """A folder with run.json and `steps/step-000001000.parquet`, one file for each checkpoint.
 
-    The Parquet files lie in folders of their own, with the step as a column: so pandas, polars, DuckDB and `datasets`
-    read `steps/` as it is. A file carries the key of what it was made from; it counts as done only while that key
-    holds. Files are written in the store's own folder and moved when they are whole.
+    Composition scores, if they were measured, are in `composition/` under the same names. The folders `steps/` and
+    `composition/` hold nothing but Parquet files, and the step is a column, so pandas, polars, DuckDB and `datasets`
+    can read them as they are. Each file contains a key of what it was made from, and counts as done only as long as
+    that key is current. Files are written in the store's own folder and moved when they are whole.
+
+    Attributes:
+        folder: The store's folder.
     """
 
     def __init__(self, folder: Path | str) -> None:
-        """Name the store's folder; nothing is read or written yet."""
+        """Name the store; nothing is read or written yet.
+
+        Args:
+            folder: The store's folder.
+        """
         self.folder = Path(folder)
 
     @property
     def description_path(self) -> Path:
-        """Where run.json is."""
+        """The path of run.json."""
         return self.folder / "run.json"
 
     @property
     def steps_folder(self) -> Path:
-        """Where the Parquet files are."""
+        """The folder of the Parquet files."""
         return self.folder / "steps"
 
     @property
     def composition_folder(self) -> Path:
-        """Where the Parquet files of the composition scores are."""
+        """The folder of the Parquet files with composition scores."""
         return self.folder / "composition"
 
     def path(self, step: int) -> Path:
-        """Return where the figures of a step are."""
+        """Return the path of the file of a step."""
         return self.steps_folder / _name(step)
 
     def composition_path(self, step: int) -> Path:
-        """Return where the composition scores of a step are."""
+        """Return the path of the file with the composition scores of a step."""
         return self.composition_folder / _name(step)
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write run.json, and remove what killed writers left."""
+        """Write run.json, and remove the unfinished files of writers that were killed."""
         content = json.dumps({"format": FORMAT, **description}, indent=1)
         write_atomically(self.description_path, content.encode())
         remove_stale(self.folder)
 
     def description(self) -> dict[str, Any]:
-        """Read run.json.
+        """Return the content of run.json.
 
         Raises:
-            CallError: the folder is no run store.
+            CallError: The folder is not a run store.
         """
         try:
-            described = json.loads(self.description_path.read_text(encoding="utf-8"))
+            description = json.loads(self.description_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CallError(f"{self.folder} is no run store: its run.json is missing or damaged") from error
-        if not isinstance(described, dict) or described.get("format") != FORMAT:
-            raise CallError(f"{self.folder} is no run store of this version: expected format {FORMAT!r} in run.json")
-        return described
+            raise CallError(f"{self.folder} is not a run store: its run.json is missing or damaged") from error
+        if not isinstance(description, dict) or description.get("format") != FORMAT:
+            raise CallError(f"{self.folder} is not a run store of this version: expected format {FORMAT!r} in run.json")
+        return description
 
     def exists(self) -> bool:
-        """Say whether there is a run.json."""
+        """Return whether there is a run.json."""
         return self.description_path.exists()
 
     def is_done(self, path: Path, key: str) -> bool:
-        """Say whether a file of the store is there and was made from what the key says."""
+        """Return whether a file of the store exists and was made from what a key states.
+
+        Args:
+            path: The path of the file.
+            key: The key that `write` stored with it.
+        """
         if not path.exists():
             return False
         try:
@@ -134,37 +147,49 @@ class RunStore:
         return metadata.get(_KEY, b"").decode() == key
 
     def write(self, step: int, key: str, rows: list[dict[str, Any]]) -> None:
-        """Write the figures of a step: one row for each layer, head and circuit."""
+        """Write the rows of a step.
+
+        Args:
+            step: The step.
+            key: A text that states what the rows were made from.
+            rows: One row for each layer, head and circuit.
+        """
         self._write(self.path(step), key, _table(rows))
 
     def add_columns(self, names: list[str]) -> None:
-        """Add columns of figures that are missing throughout where they are not, so that all files have the same."""
+        """Add columns without values to the files that lack them, so that all files have the same columns."""
         for path in map(self.path, self.steps()):
             table = self._open(path)
-            lacking = [name for name in names if name not in table.column_names]
-            for name in lacking:
+            missing = [name for name in names if name not in table.column_names]
+            for name in missing:
                 table = table.append_column(name, pa.nulls(len(table), pa.float64()))
-            if lacking:
+            if missing:
                 self._write(path, (table.schema.metadata or {}).get(_KEY, b"").decode(), table)
 
     def columns(self) -> list[str]:
-        """Return the columns of the files of steps; none where there is no file.
+        """Return the columns of the files in `steps/`; none if there is no file.
 
         Raises:
-            QkovError: the first file is damaged.
+            QkovError: The first file is damaged.
         """
         steps = self.steps()
         return self._open(self.path(steps[0])).column_names if steps else []
 
     def drop_after(self, step: int) -> list[int]:
-        """Delete the files of all later steps, and return these."""
+        """Delete the files of all steps after this one, and return these steps."""
         dropped = [later for later in self.steps() if later > step]
         for later in dropped:
             self.path(later).unlink(missing_ok=True)
         return dropped
 
     def write_composition(self, step: int, key: str, columns: dict[str, Any]) -> None:
-        """Write the composition scores of a step, a column for each field of `COMPOSITION`."""
+        """Write the composition scores of a step.
+
+        Args:
+            step: The step.
+            key: A text that states what the scores were made from.
+            columns: One column for each field of `COMPOSITION`.
+        """
         self._write(self.composition_path(step), key, pa.Table.from_pydict(columns, schema=COMPOSITION))
 
     def _write(self, path: Path, key: str, table: pa.Table) -> None:
@@ -173,31 +198,31 @@ class RunStore:
         write_atomically(path, buffer.getvalue(), scratch=self.folder)
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in order."""
+        """Return the steps that the store holds, in order."""
         return _steps(self.steps_folder)
 
     def table(self) -> pd.DataFrame:
-        """Return all rows in the order of step, stack, layer, head and circuit.
+        """Return all rows, sorted by step, stack, layer, head and circuit.
 
         Raises:
-            CallError: the store has no figures yet.
-            QkovError: a file is damaged; it is named.
+            CallError: The store holds no step yet.
+            QkovError: A file is damaged.
         """
         steps = self.steps()
         if not steps:
             raise CallError(f"{self.folder} holds no measured checkpoint yet")
-        return _in_order(self._read([self.path(step) for step in steps]))
+        return _sorted(self._read([self.path(step) for step in steps]))
 
     def composition_steps(self) -> list[int]:
-        """Return the steps whose composition scores are there, in order."""
+        """Return the steps whose composition scores the store holds, in order."""
         return _steps(self.composition_folder)
 
     def composition(self, step: int) -> pd.DataFrame:
         """Return the composition scores of a step, layer by layer.
 
         Raises:
-            CallError: they were not measured.
-            QkovError: the file is damaged.
+            CallError: The scores were not measured.
+            QkovError: The file is damaged.
         """
         path = self.composition_path(step)
         if not path.exists():
@@ -218,12 +243,11 @@ class RunStore:
 
 
 def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return rows as `RunStore.table` would, were they in a store."""
-    return _in_order(_table(rows).to_pandas())
+    """Return rows as `RunStore.table` would return them from a store."""
+    return _sorted(_table(rows).to_pandas())
 
 
-def _in_order(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table's rows in the order of step, stack, layer, head and circuit."""
+def _sorted(table: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["step", "stack", "layer", "head", "circuit"], ignore_index=True)
 
 

@@ -317,10 +317,10 @@ def test_two_at_once_end_with_every_row_once(tmp_path):
 
 
 def test_stores_that_are_none(tmp_path):
-    with pytest.raises(CallError, match=r"is no run store: its run\.json is missing"):
+    with pytest.raises(CallError, match=r"is not a run store: its run\.json is missing"):
         RunStore(tmp_path).description()
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(CallError, match="no run store of this version"):
+    with pytest.raises(CallError, match="is not a run store of this version"):
         RunStore(tmp_path).description()
     with pytest.raises(CallError, match="holds no measured checkpoint yet"):
         RunStore(tmp_path).table()

@@ -149,13 +149,11 @@ def test_a_store_is_one_run_s(tmp_path):
     model = Classifier()
     train(CircuitProbe(model, run, every=1), model, 2)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    with pytest.raises(
-        CallError, match=r"already holds the run live: Classifier: give another folder, or go on with it"
-    ):
+    with pytest.raises(CallError, match=r"already holds the run live: Classifier: give another folder, or resume it"):
         CircuitProbe(model, run)
     with pytest.raises(CallError, match=r"was made with another source \(\"live: Classifier\" instead of \"live: GPT2"):
         CircuitProbe(language_model("gpt2"), run, resume=True)
-    with pytest.raises(CallError, match="was made with another settings"):
+    with pytest.raises(CallError, match="was made with other settings"):
         CircuitProbe(model, run, resume=True, heads=None, basis="raw", directions=directions())
     save_checkpoint(tmp_path / "saved", 0, list(open_model(model).layers()), {}, {})
     with pytest.raises(CallError, match=r"holds the run of a model in training, .*; give another --out$"):
@@ -249,7 +247,7 @@ def test_a_full_disk_is_one_error_and_training_can_go_on(tmp_path):
         with pytest.raises(QkovError, match=r"^step 2 could not be written to .*run \(File too large\): the steps"):
             train(probe, model, 1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
-        with pytest.raises(QkovError, match=r"^what a store begins with could not be written to "):
+        with pytest.raises(QkovError, match=r"^the start of the store could not be written to "):
             CircuitProbe(model, tmp_path / "other")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))

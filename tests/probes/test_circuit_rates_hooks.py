@@ -313,7 +313,7 @@ def test_optimizers_for_which_it_would_not_be_a_rate_are_refused(name):
     model = gpt2()
     optimizer = OTHERS[name](model)
     before = copy.deepcopy(model)
-    with pytest.raises(CallError, match=rf"^{name} (does not move each entry by itself|cannot be tried)"):
+    with pytest.raises(CallError, match=rf"^{name} (does not move each entry separately|cannot be tested)"):
         CircuitRates(optimizer, model)
     assert hooks(optimizer) == 0
     assert not optimizer.state
@@ -359,13 +359,29 @@ def test_every_group_is_tried_with_its_own_options():
     parts = [list(part.parameters()) for part in model.transformer.h]
     CircuitRates(OfSquaredRates([{"params": part} for part in parts]), model, 3.0).remove()
     optimizer = OfSquaredRates([{"params": parts[0]}, {"params": parts[1], "squared": True}])
-    with pytest.raises(CallError, match=r"^OfSquaredRates does not move each entry by itself and in"):
+    with pytest.raises(CallError, match=r"^OfSquaredRates does not move each entry separately and in"):
         CircuitRates(optimizer, model, 3.0)
+
+
+class OfRandomRounding(torch.optim.SGD):
+    """Draws random numbers with every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.rand(3)
+        return super().step(closure)
+
+
+def test_trying_an_optimizer_leaves_the_user_s_random_numbers_as_they_were():
+    model = gpt2()
+    optimizer = OfRandomRounding(model.parameters(), lr=LR)
+    before = torch.get_rng_state()
+    CircuitRates(optimizer, model, 3.0).remove()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_optimizers_that_cannot_be_tried_are_refused():
     model = gpt2()
-    with pytest.raises(CallError, match=r"^OfModel cannot be tried on a small tensor.*made of parameter groups"):
+    with pytest.raises(CallError, match=r"^OfModel cannot be tested on a small tensor.*made of parameter groups"):
         CircuitRates(OfModel(model), model)
     with pytest.raises(CallError, match=r"^Lookahead wraps another optimizer: give that one, its \.optimizer"):
         CircuitRates(Lookahead(sgd(model)), model)

@@ -167,8 +167,8 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
         (["predict"], 2, "Missing option '--loss'"),
         (["predict", "--loss", "much"], 2, "--loss"),
         (["paint"], 2, "No such command 'paint'"),
-        (["report", "full"], 2, "full is no run store"),
-        (["report", "run", "full"], 2, "is no run store"),
+        (["report", "full"], 2, "full is not a run store"),
+        (["report", "run", "full"], 2, "is not a run store"),
         (["reproduce", "--out", "full"], 2, "full is not empty and no reproduction wrote it"),
         (["reproduce", "--out", "text.pt"], 2, "text.pt is a file"),
     ):
