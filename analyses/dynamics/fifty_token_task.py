@@ -1,4 +1,4 @@
-"""The paper's 50-token task: a query token that names a class, and a context with that class's distinct tokens."""
+"""The paper's 50-token task: the query token names a class, and the context contains that class's distinct tokens."""
 
 from dataclasses import dataclass
 
@@ -19,21 +19,21 @@ _FIRST_QUERY = 5
 
 @dataclass(frozen=True)
 class FiftyTokenTask:
-    """Sequences of common and distinct tokens, all one-hot, whose class is to be told as the next token.
+    """Sequences of common and distinct one-hot tokens whose class determines the next token.
 
-    Ids 0-9 are common, with weight 1 each; class c = 0..3 has ten distinct tokens 10(c+1)..10(c+1)+9 with weights
-    .1, .2, ..., 1. A context is drawn from the common tokens and those of one class, so that
-    P(distinct) = 5.5 / 15.5; then come the query token 5+c and the next token to predict, 1+c, which are common ids
-    too. The label is c: the four next tokens are the outputs, and the 46 other tokens, which never come next, have
-    none. (With an output for each of the 50 tokens, the factorized loss of `fixed_attention` at alpha = .8 comes out
-    4% below the published figure; with four it agrees.)
+    Ids 0-9 are common tokens with weight 1 each. Class c = 0..3 has ten distinct tokens 10(c+1)..10(c+1)+9 with weights
+    .1, .2, ..., 1. A context is drawn from the common tokens and those of one class, so P(distinct) = 5.5 / 15.5. The
+    query token 5+c follows, and then the next token 1+c, which is to be predicted; both are common ids. The label is c:
+    the outputs are the four possible next tokens, and the 46 other tokens, which never come next, have no output. (With
+    an output for each of the 50 tokens, the factorized loss of `fixed_attention` at alpha = .8 comes out 4% below the
+    published value; with four outputs it agrees.)
 
-    Two draws with generators of the same seed are the same on the same machine.
+    Two draws whose generators have the same seed give the same sequences on the same machine.
 
     Attributes:
-        context_length: number of sampled tokens; 62 makes the paper's sequence of 64.
-        query_among_keys: whether the query token takes part in attention, as it does in the paper. Since it names the
-            class, attention to it alone solves the task too; without it only the distinct tokens do.
+        context_length: number of sampled tokens; 62 gives the paper's sequence of 64 tokens.
+        query_among_keys: whether the query token is one of the keys, as in the paper. Because it names the class,
+            attending to it alone also solves the task; without it only the distinct tokens solve the task.
 
     Raises:
         CallError: context_length is below 1.
@@ -45,12 +45,12 @@ class FiftyTokenTask:
     query_among_keys: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a context without tokens."""
+        """Refuse an empty context."""
         if self.context_length < 1:
             raise CallError(f"context_length must be at least 1; got {self.context_length}")
 
     def probabilities(self) -> Float[Tensor, "class token"]:
-        """Return the distribution of one context token given the class."""
+        """Return the distribution of a context token for each class."""
         table = torch.zeros(CLASSES, VOCABULARY, dtype=torch.float64)
         own = _tokens_of(torch.arange(CLASSES))
         return table.scatter_(1, own, torch.from_numpy(_own_probabilities()).expand(CLASSES, -1))
@@ -58,7 +58,15 @@ class FiftyTokenTask:
     def sample(
         self, batch: int, generator: np.random.Generator
     ) -> tuple[Int[Tensor, "batch position"], Int[Tensor, " batch"]]:
-        """Draw sequences of equally likely classes; return their tokens, context then query, and their labels."""
+        """Draw sequences of equally likely classes.
+
+        Args:
+            batch: number of sequences.
+            generator: generator of the draws.
+
+        Returns:
+            The tokens, with the context first and the query last, and the labels.
+        """
         own_probabilities = _own_probabilities()
         label = torch.from_numpy(generator.integers(CLASSES, size=batch))
         drawn = generator.choice(len(own_probabilities), size=(batch, self.context_length), p=own_probabilities)
@@ -69,14 +77,14 @@ class FiftyTokenTask:
         """Return drawn tokens as counts.
 
         Raises:
-            CallError: the tokens are not context_length tokens and a query token each.
+            CallError: a row does not consist of context_length tokens and a query token.
         """
         query = tokens[:, -1]
         label = query - _FIRST_QUERY
         if tokens.shape[1] != self.context_length + 1 or bool(((label < 0) | (label >= CLASSES)).any()):
             raise CallError(
-                f"expected {self.context_length} context tokens and then a query token with id {_FIRST_QUERY} to "
-                f"{_FIRST_QUERY + CLASSES - 1} in each row; got shape {tuple(tokens.shape)}, last column from "
+                f"expected {self.context_length} context tokens and then a query token with an id from {_FIRST_QUERY} "
+                f"to {_FIRST_QUERY + CLASSES - 1} in each row; got shape {tuple(tokens.shape)} with a last column from "
                 f"{query.min()} to {query.max()}"
             )
         context = tokens[:, :-1]
@@ -85,7 +93,12 @@ class FiftyTokenTask:
         return self._labelled(label, counts)
 
     def sample_sequences(self, batch: int, generator: np.random.Generator) -> Sequences:
-        """Draw sequences as counts, from the same distribution as `sequences(sample(...))` but many times faster."""
+        """Draw sequences as counts, from the same distribution as `sequences(sample(...))` but many times faster.
+
+        Args:
+            batch: number of sequences.
+            generator: generator of the draws.
+        """
         label = torch.from_numpy(generator.integers(CLASSES, size=batch))
         drawn = generator.multinomial(self.context_length, _own_probabilities(), size=batch)
         counts = torch.zeros(batch, VOCABULARY, dtype=torch.float64)
@@ -108,12 +121,12 @@ class FiftyTokenTask:
 
 
 def _own_probabilities() -> np.ndarray:
-    """Probabilities of the tokens that a class draws from: the common ones, then its distinct ones."""
+    """Return the probabilities of the tokens that a class draws from: the common ones, then its distinct ones."""
     weights = np.concatenate([np.ones(COMMON), np.arange(1, _DISTINCT + 1) / 10])
     return weights / weights.sum()
 
 
 def _tokens_of(label: Tensor) -> Tensor:
-    """Ids of the tokens that each class draws from, in the order of their probabilities."""
+    """Return the ids of the tokens that each class draws from, in the order of `_own_probabilities`."""
     common = torch.arange(COMMON).expand(len(label), -1)
     return torch.cat([common, COMMON + _DISTINCT * label[:, None] + torch.arange(_DISTINCT)], dim=1)

@@ -1,4 +1,4 @@
-"""The output circuit learning under attention that is held fixed: how alpha alone sets the loss."""
+"""Training of the output circuit while attention is held fixed, which shows how alpha alone determines the loss."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _DRAWN_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class FixedAttentionLosses:
-    """What training under fixed attention came to.
+    """Losses of training under fixed attention.
 
     Attributes:
-        alphas: attention on the distinct tokens, one for each run.
+        alphas: attention on the distinct tokens in each run.
         steps: numbers of steps after which the losses were measured, evenly spaced in the logarithm up to the end.
         collapsed: cross-entropy of the collapsed output on sequences that were not trained on.
-        factorized: the same of the factorized output, on the same sequences.
+        factorized: cross-entropy of the factorized output on the same sequences.
     """
 
     alphas: tuple[float, ...]
@@ -35,19 +35,22 @@ class FixedAttentionLosses:
 
     @property
     def final_collapsed(self) -> Float[Tensor, " alpha"]:
-        """Loss of the collapsed output at the end."""
+        """Loss of the collapsed output after the last step."""
         return self.collapsed[-1]
 
     @property
     def final_factorized(self) -> Float[Tensor, " alpha"]:
-        """Loss of the factorized output at the end."""
+        """Loss of the factorized output after the last step."""
         return self.factorized[-1]
 
 
 class OutputWeights(NamedTuple):
-    """Weights of all runs, or their gradients; `input` is the 50 tokens and a constant 1, whose column is the bias.
+    """Weights of all runs, or their gradients. The inputs are the 50 tokens and a constant 1 for the bias.
 
-    The factorized output W_O W_V has no bias: its last column takes part in nothing.
+    Attributes:
+        collapsed: the collapsed output, whose last column is the bias.
+        W_O: left factor of the factorized output.
+        W_V: right factor of the factorized output, which has no bias; its last column is unused.
     """
 
     collapsed: Float[Tensor, "alpha class input"]
@@ -73,25 +76,25 @@ def train_fixed_attention(
         x = alpha / n_distinct sum over distinct tokens x_j + (1 - alpha) / n_common sum over common tokens x_j
         z = W_OV x + bias (collapsed)      z = W_O W_V x (factorized)
 
-    Sums run over occurrences. The query token counts as a common token where the task has it among the keys. There are
-    four logits, one for each class; the cross-entropy is a mean over the batch, so that the rate is as given. All
-    weights start as torch.nn.Linear's do, uniform in +-1/sqrt(inputs), and all alphas train from one start on the same
-    fresh sequences of every step.
+    The sums run over occurrences. The query token counts as a common token if the task has it among the keys. There are
+    four logits, one for each class. The loss is the mean cross-entropy over the batch. All weights start as
+    torch.nn.Linear's do, uniform in +-1/sqrt(inputs). All alphas train from one start, on the same sequences, which are
+    drawn afresh at every step.
 
     Args:
-        task: where sequences come from.
-        alphas: attention on the distinct tokens.
+        task: the task that sequences are drawn from.
+        alphas: attention on the distinct tokens in each run.
         steps: number of SGD steps.
         rate: learning rate of every weight.
-        batch: sequences in a step.
-        d_head: inner width of the factorized output.
-        seed: of the start, the training sequences and the evaluation sequences.
-        measurements: at most how many times the loss is measured.
-        evaluation: number of sequences, none of them trained on, that the loss is measured on.
-        dtype: of the weights.
+        batch: number of sequences in a step.
+        d_head: inner dimension of the factorized output.
+        seed: seed of the start, the training sequences and the evaluation sequences.
+        measurements: maximum number of times that the loss is measured.
+        evaluation: number of evaluation sequences, on which nothing is trained.
+        dtype: dtype of the weights.
 
     Raises:
-        CallError: an alpha is outside 0 to 1, or another number is not positive.
+        CallError: an alpha is outside [0, 1], or another number is not positive.
 
     Source: the fixed-attention experiment of "Faster Query-Key Learning Sharpens Attention".
     """
@@ -116,9 +119,13 @@ def train_fixed_attention(
 
 
 def group_means(sequences: Sequences, dtype: torch.dtype) -> Float[Tensor, "sequence input"]:
-    """Return the mean of the relevant tokens plus that of all others (one-hot, so apart), and a constant 1 at the end.
+    """Return the mean of the relevant tokens plus the mean of all others, and a constant 1 at the end.
 
-    A group that does not occur in a sequence counts as zero.
+    Tokens are one-hot, so the two means do not overlap. A group that does not occur in a sequence counts as zero.
+
+    Args:
+        sequences: the sequences to average.
+        dtype: dtype of the result.
     """
     counts = sequences.counts.to(dtype)
     relevant = counts * sequences.relevant.to(dtype)
@@ -131,7 +138,7 @@ def group_means(sequences: Sequences, dtype: torch.dtype) -> Float[Tensor, "sequ
 def attention_on_inputs(alphas: Float[Tensor, " alpha"]) -> Float[Tensor, "output 1 input"]:
     """Return the factor of each input: alpha on distinct tokens, 1 - alpha on common ones, 1 or 0 on the constant.
 
-    The outputs are the collapsed ones, which have a bias, and then the factorized ones, which do not.
+    The collapsed outputs, which have a bias, come first; the factorized ones, which have none, follow.
     """
     reach = alphas[:, None].repeat(2, VOCABULARY + 1)
     reach[:, :COMMON] = 1 - reach[:, :COMMON]
@@ -141,7 +148,14 @@ def attention_on_inputs(alphas: Float[Tensor, " alpha"]) -> Float[Tensor, "outpu
 
 
 def linear_start(alphas: int, d_head: int, generator: np.random.Generator, dtype: torch.dtype) -> OutputWeights:
-    """Return weights and bias uniform in +-1/sqrt(inputs), torch.nn.Linear's default, the same for every alpha."""
+    """Return weights and bias uniform in +-1/sqrt(inputs), torch.nn.Linear's default, the same for every alpha.
+
+    Args:
+        alphas: number of runs.
+        d_head: inner dimension of the factorized output.
+        generator: generator of the draws.
+        dtype: dtype of the weights.
+    """
 
     def uniform(rows: int, columns: int, inputs: int) -> Tensor:
         bound = inputs**-0.5
@@ -161,15 +175,15 @@ def output_gradients(
     inputs: Float[Tensor, "sequence input"],
     targets: Float[Tensor, "class input"],
 ) -> OutputWeights:
-    """Return the gradients of every run's mean cross-entropy, by hand.
+    """Return the gradients of every run's mean cross-entropy in closed form.
 
         dL/dM = mean (p - e_label) (reach x)'      dL/dW_O = dL/dM W_V'      dL/dW_V = W_O' dL/dM
 
     Args:
-        weights: where to take them.
-        reach: from `attention_on_inputs`.
+        weights: the weights at which to evaluate the gradients.
+        reach: factors of the inputs, from `attention_on_inputs`.
         inputs: x, from `group_means`.
-        targets: mean e_label x'; it depends on no weight, so that it is formed apart, for many steps at once.
+        targets: the mean of e_label x'. It does not depend on the weights, so it is computed for many steps at once.
     """
     outputs = _outputs(weights, reach)
     probabilities = torch.softmax(_logits(outputs, inputs), dim=1)
@@ -185,25 +199,32 @@ def output_losses(
     inputs: Float[Tensor, "sequence input"],
     label: Int[Tensor, " sequence"],
 ) -> Float[Tensor, " output"]:
-    """Return the mean cross-entropy of every run: the collapsed outputs, then the factorized ones."""
+    """Return the mean cross-entropy of every run, first for the collapsed outputs and then for the factorized ones.
+
+    Args:
+        weights: the weights of all runs.
+        reach: factors of the inputs, from `attention_on_inputs`.
+        inputs: x, from `group_means`.
+        label: class of each sequence.
+    """
     log_probabilities = torch.log_softmax(_logits(_outputs(weights, reach), inputs), dim=1)
     return -log_probabilities[:, label, torch.arange(len(label))].mean(dim=1, dtype=torch.float64)
 
 
 def _outputs(weights: OutputWeights, reach: Tensor) -> Tensor:
-    """Every run's map from group means to logits, the attention folded into it: the runs then share their input."""
+    """Return every run's matrix from group means to logits; attention is folded in, so that runs share inputs."""
     return torch.cat([weights.collapsed, weights.W_O @ weights.W_V]).mul_(reach)
 
 
 def _logits(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Logits [output, class, sequence]: a softmax over four adjacent numbers would take as long as all the rest."""
+    """Return logits [output, class, sequence]; a softmax over four adjacent numbers would be much slower."""
     return (outputs.flatten(0, 1) @ inputs.T).view(*outputs.shape[:2], len(inputs))
 
 
 def _batches(
     task: FiftyTokenTask, steps: int, batch: int, generator: np.random.Generator, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The inputs and the targets of every step, drawn for many steps at a time since single draws are slow."""
+    """Yield the inputs and targets of every step, drawn for many steps at a time because single draws are slow."""
     for first in range(0, steps, max(1, _DRAWN_AT_ONCE // batch)):
         count = min(steps - first, max(1, _DRAWN_AT_ONCE // batch))
         sequences = task.sample_sequences(count * batch, generator)
@@ -214,7 +235,7 @@ def _batches(
 
 def _demand(alphas: Sequence[float], **positive: int | float) -> None:
     if not alphas or not all(0 <= alpha <= 1 for alpha in alphas):
-        raise CallError(f"alphas are shares of attention, from 0 to 1, at least one; got {tuple(alphas)}")
+        raise CallError(f"alphas must be one or more shares of attention from 0 to 1; got {tuple(alphas)}")
     for name, value in positive.items():
         if value <= 0:
             raise CallError(f"{name} must be positive; got {value}")

@@ -1,4 +1,4 @@
-"""The single-layer attention model of the paper, its circuits collapsed or factorized independently."""
+"""The paper's single-layer attention model, with each circuit collapsed or factorized independently."""
 
 import torch
 from jaxtyping import Float
@@ -10,15 +10,19 @@ from .setting import Parameterization
 
 
 class SingleLayerAttention(nn.Module):
-    """One attention layer read at the query token: no residual, no positions, no bias.
+    """One attention layer read at the query token, without residual stream, positions or biases.
 
-        u_j = scale x_j' W_QK x_T      a = softmax(u)      z = W_OV sum_j a_j x_j      (summed over heads)
+        u_j = score_scale x_j' W_QK x_T      a = softmax(u)      z = W_OV sum_j a_j x_j      (summed over heads)
 
-    A collapsed circuit is one parameter (`W_QK` or `W_OV`), a factorized one is two (`W_Q`, `W_K` or `W_V`, `W_O`, in
-    TransformerLens' orientation). Several runs train as one batched computation: `runs` of them, along the first
-    dimension of every parameter.
+    x_j are the key tokens, x_T is the query token, and z holds one logit per class. W_QK [d_model, d_model] has the key
+    side in its rows and the query side in its columns; W_OV [classes, d_model] has the write side in its rows and the
+    read side in its columns. A collapsed circuit is one parameter (`W_QK` or `W_OV`). A factorized circuit is two,
+    `W_Q` and `W_K` [d_model, d_head] with W_QK = W_K W_Q', or `W_V` [d_model, d_head] and `W_O` [d_head, classes] with
+    W_OV = W_O' W_V', in TransformerLens' orientation. Several runs train as one batched computation, so every
+    parameter has the leading dimensions [run, head].
 
-    Source: section 2 of "Faster Query-Key Learning Sharpens Attention"; several heads and runs are this project's.
+    Source: section 2 of "Faster Query-Key Learning Sharpens Attention". Several heads and runs were added for this
+        project.
     """
 
     def __init__(
@@ -33,17 +37,17 @@ class SingleLayerAttention(nn.Module):
         score_scale: float = 1.0,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Make the model with all weights zero; the functions of `starts` give it its start.
+        """Create the model with all weights zero; the functions in `starts` set its start.
 
         Args:
-            d_model: width of the tokens.
+            d_model: dimension of the token vectors.
             classes: number of outputs.
             parameterization: which circuits are factorized.
-            d_head: inner width of a factorized circuit; d_model if not given.
+            d_head: inner dimension of a factorized circuit; None uses d_model.
             heads: number of heads, whose outputs are summed.
             runs: number of runs that train side by side.
-            score_scale: factor of the scores, 1/sqrt(d_head) in a transformer.
-            dtype: of the weights; float64 where the theory is tested.
+            score_scale: factor of the scores, which is 1/sqrt(d_head) in a transformer.
+            dtype: dtype of the weights; use float64 to test the theory.
         """
         super().__init__()
         d_head = d_model if d_head is None else d_head
@@ -91,7 +95,7 @@ class SingleLayerAttention(nn.Module):
     def products(
         self,
     ) -> tuple[Float[Tensor, "run head d_model d_model"], Float[Tensor, "run head classes d_model"]]:
-        """Return the dense W_QK and W_OV, through which gradients flow to the factors."""
+        """Return the dense W_QK and W_OV; gradients flow through them to the factors."""
         qk, ov = (
             factors[0] if len(factors) == 1 else factors[0] @ factors[1]
             for factors in (self._qk_factors(), self._ov_factors())
@@ -101,16 +105,16 @@ class SingleLayerAttention(nn.Module):
     def attention(
         self, sequences: Sequences, qk: Float[Tensor, "run head d_model d_model"]
     ) -> Float[Tensor, "run head sequence token"]:
-        """Return the attention that each vocabulary entry receives in each sequence, all its occurrences together.
+        """Return the attention that each vocabulary token receives in each sequence, summed over its occurrences.
 
         Args:
-            sequences: to attend over.
-            qk: the dense W_QK, as `products` forms it.
+            sequences: the sequences to attend over.
+            qk: the dense W_QK, from `products`.
         """
         embedding = sequences.embedding.to(qk.dtype)
-        asked, position = sequences.distinct_queries
-        scores = self.score_scale * (embedding @ qk @ embedding[asked].T)
-        return torch.softmax(scores.mT[..., position, :] + sequences.log_counts.to(qk.dtype), dim=-1)
+        queries, index = sequences.distinct_queries
+        scores = self.score_scale * (embedding @ qk @ embedding[queries].T)
+        return torch.softmax(scores.mT[..., index, :] + sequences.log_counts.to(qk.dtype), dim=-1)
 
     def logits(
         self,
@@ -118,7 +122,13 @@ class SingleLayerAttention(nn.Module):
         sequences: Sequences,
         ov: Float[Tensor, "run head classes d_model"],
     ) -> Float[Tensor, "run sequence classes"]:
-        """Return z = sum over heads of W_OV sum_j a_j x_j."""
+        """Return the logits z = sum over heads of W_OV sum_j a_j x_j.
+
+        Args:
+            attention: attention on each vocabulary token, from `attention`.
+            sequences: the sequences attended over.
+            ov: the dense W_OV, from `products`.
+        """
         values = sequences.embedding.to(ov.dtype) @ ov.mT
         return (attention @ values).sum(dim=1)
 
@@ -141,5 +151,13 @@ class SingleLayerAttention(nn.Module):
 def relevant_attention(
     attention: Float[Tensor, "run head sequence token"], sequences: Sequences
 ) -> Float[Tensor, " run"]:
-    """Return alpha: the attention on the relevant tokens, averaged over heads and sequences."""
+    """Return the attention alpha on the relevant tokens, averaged over heads and sequences.
+
+    Args:
+        attention: attention on each vocabulary token, from `SingleLayerAttention.attention`.
+        sequences: the sequences attended over, whose `relevant` mask selects the tokens.
+
+    Returns:
+        alpha of each run, between 0 and 1.
+    """
     return (attention * sequences.relevant).sum(dim=-1).mean(dim=(1, 2))

@@ -1,4 +1,4 @@
-"""Finite data sets whose gradients equal the population's exactly, and samples from the same distribution."""
+"""Finite sets of sequences whose gradients equal the population's exactly, and samples from the same distribution."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,12 @@ from .setting import Setting
 
 
 class Directions(NamedTuple):
-    """The fixed directions that the circuits stay on: W_QK = mu_QK C_QK and W_OV = mu_OV C_OV."""
+    """The fixed directions that the circuits stay on: W_QK = mu_QK C_QK and W_OV = mu_OV C_OV.
+
+    Attributes:
+        qk: C_QK; rows are the key side, columns the query side.
+        ov: C_OV; rows are the write side, columns the read side.
+    """
 
     qk: Float[Tensor, "d_model d_model"]
     ov: Float[Tensor, "classes d_model"]
@@ -21,9 +26,14 @@ class Directions(NamedTuple):
 def directions(setting: Setting) -> Directions:
     """Return C_QK and C_OV in the coordinates of the exact population.
 
-    C_OV = sum_y (e_y - 1/M) S_y'; C_QK = sum_y S_y S_y' (token query) or sum_y S_y q_y' (class query).
+        C_OV = sum_y (e_y - 1/M) S_y'                            [M, d_model]
+        C_QK = sum_y S_y S_y' (token query)                      [d_model, d_model]
+        C_QK = sum_y S_y q_y' (class query)                      [d_model, d_model]
 
-    Source: Theorem 1 of "Faster Query-Key Learning Sharpens Attention"; the class query is this project's.
+    S_y is the sum of the b tokens of class y, e_y is the unit vector of its output, and q_y is its query.
+
+    Source: Theorem 1 of "Faster Query-Key Learning Sharpens Attention". The class query was added for this project; see
+        docs/theory, model and data.
     """
     embedding = _embedding(setting)
     M, b = setting.M, setting.b
@@ -34,13 +44,17 @@ def directions(setting: Setting) -> Directions:
 
 
 def exact_population(setting: Setting) -> Sequences:
-    """Return the finite set of sequences on which full-batch gradients equal those of the population.
+    """Return a finite set of sequences on which full-batch gradients equal those of the population.
 
-    Every class takes each cyclic window of m out of its b tokens (with token queries also each of the b queries),
-    and n/2 background pairs v, -v. The query is not among the keys.
+    For every class there is a sequence for each cyclic window of m out of its b tokens and, with token queries, for
+    each of the b queries. Every sequence contains the same n/2 background pairs v, -v. The query is not among the keys.
+    The gradients are equal on the symmetric weights W_QK = mu_QK C_QK, W_OV = mu_OV C_OV, not in directions away from
+    them.
 
     Raises:
         CallError: n is odd, so that the background cannot come in pairs.
+
+    Source: derived for this project; see docs/theory, model and data.
     """
     _demand_even_background(setting)
     M, b, m = setting.M, setting.b, setting.m
@@ -57,8 +71,13 @@ def exact_population(setting: Setting) -> Sequences:
 def sample_population(setting: Setting, size: int, generator: torch.Generator) -> Sequences:
     """Draw sequences: a class, m of its b tokens without replacement, a query, and n background tokens of random sign.
 
+    Args:
+        setting: the data.
+        size: number of sequences.
+        generator: generator of the draws.
+
     Raises:
-        CallError: n is odd; the sample and the exact population share one vocabulary.
+        CallError: n is odd. The sample and the exact population share one vocabulary, which consists of pairs.
     """
     _demand_even_background(setting)
     M, b, m, n = setting.M, setting.b, setting.m, setting.n
@@ -66,7 +85,8 @@ def sample_population(setting: Setting, size: int, generator: torch.Generator) -
     query = torch.randint(b if setting.query == "token" else 1, (size,), generator=generator)
     chosen = torch.rand(size, b, generator=generator).topk(m, dim=1).indices
     context = torch.zeros(size, b, dtype=torch.float64).scatter_(1, chosen, 1.0)
-    # Two draws of each direction, each with a sign of its own: zero-mean, but not exactly so in any one sequence.
+    # Each direction is drawn twice, each time with its own sign: the background has zero mean over sequences, but not
+    # within each sequence.
     positive = torch.randint(2, (2, size, n // 2), generator=generator).sum(dim=0).to(torch.float64)
     background = torch.stack([positive, 2 - positive], dim=2).reshape(size, n)
     return _sequences(setting, label, context, query, background)
@@ -93,7 +113,7 @@ def _sequences(
 
 
 def _embedding(setting: Setting) -> Tensor:
-    """Rows: b M class tokens, the background as v_1, -v_1, v_2, -v_2, ..., and one query a class where it is apart."""
+    """Return rows of b M class tokens, background v_1, -v_1, v_2, -v_2, ..., and for class queries M query vectors."""
     M, b, n = setting.M, setting.b, setting.n
     pairs = n // 2
     own_queries = M if setting.query == "class" else 0
@@ -107,6 +127,6 @@ def _embedding(setting: Setting) -> Tensor:
 def _demand_even_background(setting: Setting) -> None:
     if setting.n % 2:
         raise CallError(
-            f"the exact population needs an even number of background tokens, since they come in pairs v, -v; "
-            f"got n = {setting.n}: use n = {setting.n + 1}"
+            f"the exact population needs an even number of background tokens, because they come in pairs v, -v; "
+            f"got n = {setting.n}; use n = {setting.n + 1}"
         )

@@ -1,4 +1,4 @@
-"""Training runs saved as folders of checkpoints, with the test of the preconditioner at every saved step."""
+"""Training runs saved as folders of checkpoints, with a test of the preconditioner at every saved step."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ from .training import State
 
 
 def log_spaced_steps(last: int, count: int) -> set[int]:
-    """Return about `count` whole numbers from 0 to `last`, evenly spaced in the logarithm, 0 among them."""
+    """Return about `count` whole numbers from 0 to `last`, including 0, evenly spaced in the logarithm."""
     spaced = torch.logspace(0, torch.tensor(float(max(last, 1))).log10().item(), count, dtype=torch.float64)
     return {0, *spaced.round().long().tolist()}
 
@@ -28,20 +28,20 @@ def save_runs(
     ratios: Sequence[float],
     steps: set[int],
 ) -> list[dict[float, int]]:
-    """Save each run of a training at the given steps and wherever it reaches a loss; return where it did.
+    """Save the checkpoints of each run at the given steps, wherever it reaches a loss, and at its end.
 
-    The scalars of a checkpoint are the loss, alpha, time, the rate of the step that follows, and for each factorized
-    circuit how that step compares with the preconditioner's (`step_agreement`).
+    The scalars of a checkpoint are the loss, alpha, the time, the rate of the step that follows, and for each
+    factorized circuit the comparison of that step with the preconditioner's (`compare_step`).
 
     Args:
-        states: what `train` yields.
-        folders: of each run.
-        settings: of each run, saved with its checkpoints.
-        ratios: r of each run.
-        steps: at which to save.
+        states: the states that `train` yields.
+        folders: folder of each run.
+        settings: settings of each run, which are saved with its checkpoints.
+        ratios: ratio r of each run.
+        steps: the steps at which to save.
 
     Returns:
-        For each run the step at which it reached each loss.
+        For each run, the step at which it reached each loss.
     """
     reached: list[dict[float, int]] = [{} for _ in folders]
     ended = [False] * len(folders)
@@ -60,12 +60,12 @@ def save_runs(
             }
             for name, factor in (("qk", ratios[run]), ("ov", 1.0)):
                 before = getattr(state.attention_weights(run), name)()
-                figures = dict.fromkeys(_AGREEMENT, torch.nan)
+                comparison = dict.fromkeys(STEP_COMPARISONS, torch.nan)
                 if before.right is not None and following is not None and moving:
                     after = getattr(following.attention_weights(run), name)()
                     rate = factor * float(state.rate[run])
-                    figures = step_agreement(before, after, getattr(state, f"{name}_gradient")[run], rate)
-                scalars |= {f"{figure}_{name}": value for figure, value in figures.items()}
+                    comparison = compare_step(before, after, getattr(state, f"{name}_gradient")[run], rate)
+                scalars |= {f"{quantity}_{name}": value for quantity, value in comparison.items()}
             save_checkpoint(folder, state.step, [state.attention_weights(run)], scalars, settings[run])
             ended[run] = not moving
 
@@ -78,20 +78,43 @@ def save_runs(
     return reached
 
 
-_AGREEMENT = ("omega_cosine", "omega_error", "exact_cosine", "exact_error", "gradient_cosine", "gradient_error")
+#: Names of the comparisons of a step with -Omega(C) G, with the exact operator and with -G alone.
+STEP_COMPARISONS = (
+    "omega_cosine",
+    "omega_error",
+    "exact_cosine",
+    "exact_error",
+    "gradient_cosine",
+    "gradient_error",
+)
 
 
-def step_agreement(
+def compare_step(
     before: Circuit, after: Circuit, gradient: Float[Tensor, "head rows columns"], rate: float
 ) -> dict[str, float]:
-    """Compare the step that training took with -rate Omega(C) G, with the exact -rate (A A' G + G B'B), and with -G.
+    """Compare the step that training took with three predictions of it.
 
-    Returns the cosine of the two steps and ||taken - predicted||_F / ||taken||_F, all heads together; -G alone, without
-    a preconditioner, is given the size that fits best. The taken step also holds rate^2 G B'A'G, which the
-    predictions leave out.
+        omega     -rate Omega(C) G, with vec(Omega(C) G) = [(C'C)^{1/2} (+) (C C')^{1/2}] vec(G)
+        exact     -rate (A A' G + G B'B)
+        gradient  -G alone, without a preconditioner, scaled to the size that fits best
+
+    C = A B is the circuit before the step and G = dL/dC is its gradient. The step taken also contains
+    rate^2 G B'A'G, which the predictions leave out.
+
+    Args:
+        before: the circuit before the step.
+        after: the circuit after the step.
+        gradient: G.
+        rate: learning rate of the circuit's factors in that step.
+
+    Returns:
+        For each prediction, its cosine with the step taken and ||taken - predicted||_F / ||taken||_F, over all heads
+        together, under the names in STEP_COMPARISONS.
+
+    Source: derived for this project; see docs/theory, the preconditioner.
     """
     taken = after.dense() - before.dense()
-    figures = {}
+    comparison = {}
     for name, operated in (
         ("omega", Preconditioner(before).apply(gradient)),
         ("exact", exact_step(before, gradient)),
@@ -99,6 +122,6 @@ def step_agreement(
     ):
         cosine = -(taken * operated).sum() / (taken.norm() * operated.norm())
         error = (taken + rate * operated).norm() / taken.norm()
-        figures[f"{name}_cosine"] = float(cosine)
-        figures[f"{name}_error"] = float(error if name != "gradient" else (1 - cosine.square()).clamp_min(0).sqrt())
-    return figures
+        comparison[f"{name}_cosine"] = float(cosine)
+        comparison[f"{name}_error"] = float(error if name != "gradient" else (1 - cosine.square()).clamp_min(0).sqrt())
+    return comparison

@@ -1,4 +1,4 @@
-"""Token sequences as counts, which is all that attention without positions can see of them."""
+"""Token sequences as counts: attention without positions depends on nothing else."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,15 +11,15 @@ from torch import Tensor
 class Sequences:
     """A set of labelled sequences over one vocabulary.
 
-    Softmax attention without positions depends on a sequence only through how often each token occurs in it:
-    token v receives counts[v] e^{u_v} / sum_w counts[w] e^{u_w} of the attention.
+    Softmax attention without positions depends on a sequence only through how often each token occurs in it: token v
+    with score u_v receives the attention counts[v] e^{u_v} / sum_w counts[w] e^{u_w}.
 
     Attributes:
-        counts: how often each vocabulary entry occurs among the keys of each sequence.
-        query: the vocabulary entry at which the layer is read; it is among the keys only if counts says so.
+        counts: how often each vocabulary token occurs among the keys of each sequence.
+        query: the vocabulary token at which the layer is read. It is among the keys only if `counts` includes it.
         label: the class to predict.
-        relevant: the vocabulary entries that are relevant in each sequence (the tokens of its class).
-        embedding: the vector of each vocabulary entry.
+        relevant: relevance mask: the vocabulary tokens that are relevant in each sequence (the tokens of its class).
+        embedding: the vector of each vocabulary token.
         classes: number of outputs.
     """
 
@@ -36,11 +36,11 @@ class Sequences:
 
     @cached_property
     def log_counts(self) -> Float[Tensor, "sequence token"]:
-        """ln of the counts, -inf where a token does not occur: what counting adds to its score."""
+        """Logarithm of the counts, -inf where a token does not occur. It is added to the token's score."""
         return self.counts.log()
 
     @cached_property
     def distinct_queries(self) -> tuple[Int[Tensor, " distinct"], Int[Tensor, " sequence"]]:
-        """The vocabulary entries that occur as queries, and for each sequence the position of its own among them."""
-        entries, position = self.query.unique(return_inverse=True)
-        return entries, position
+        """The vocabulary tokens that occur as queries, and the index of each sequence's own query among them."""
+        tokens, index = self.query.unique(return_inverse=True)
+        return tokens, index

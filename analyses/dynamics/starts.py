@@ -1,4 +1,4 @@
-"""Where training starts: balanced and aligned, unbalanced, the paper's, and random."""
+"""Where training starts: balanced and aligned, spread or unbalanced, at the paper's identity, and at random."""
 
 import math
 
@@ -15,7 +15,11 @@ from .setting import Start
 def balanced_factors(
     matrix: Float[Tensor, "rows columns"], d_head: int
 ) -> tuple[Float[Tensor, "rows d_head"], Float[Tensor, "d_head columns"]]:
-    """Return A, B with A B = matrix and A'A = B B': A = U S^{1/2}, B = S^{1/2} V', padded with zeros to d_head.
+    """Return factors A, B with A B = matrix and A'A = B B': A = U S^{1/2}, B = S^{1/2} V', padded with zeros.
+
+    Args:
+        matrix: the product, with thin SVD U S V'.
+        d_head: inner dimension of the factors.
 
     Raises:
         CallError: d_head is smaller than the rank of the matrix.
@@ -23,7 +27,7 @@ def balanced_factors(
     left, singular_values, right = torch.linalg.svd(matrix, full_matrices=False)
     rank = int(torch.linalg.matrix_rank(matrix))
     if d_head < rank:
-        raise CallError(f"d_head = {d_head} cannot hold a start of rank {rank}: use d_head >= {rank}")
+        raise CallError(f"d_head = {d_head} is too small for a start of rank {rank}; use d_head >= {rank}")
     root = singular_values[:rank].sqrt()
     A = matrix.new_zeros(matrix.shape[0], d_head)
     B = matrix.new_zeros(d_head, matrix.shape[1])
@@ -36,15 +40,25 @@ def balanced_factors(
 def aligned_start(
     model: SingleLayerAttention, directions: Directions, start: Start, imbalance: float = 0.0, spread: float = 0.0
 ) -> None:
-    """Start every run and head at W_QK = mu_QK C_QK and W_OV = mu_OV C_OV, divided evenly among the heads.
+    """Set the weights of every run and head to W_QK = mu_QK C_QK and W_OV = mu_OV C_OV, divided evenly among heads.
 
     With imbalance s > 0 the factors become A D and D^{-1} B, where ln D runs evenly from 0 to s over the singular
-    directions: the products are unchanged, and A'A - B B' is not zero. With spread s > 0 they become A E and E B, where
-    ln E runs evenly over a range of s: the factors stay balanced, and the singular values, all equal on the fixed
-    directions, spread over a range of e^{2s} about the same mean, so that Omega is no scalar and mu is the same.
+    directions. The products are unchanged, but A'A - B B' is not zero. With spread s > 0 the factors become A E and
+    E B, where ln E runs evenly over a range of s. The factors stay balanced, but the singular values, which are all
+    equal on the fixed directions, spread over a range of e^{2s} about the same mean: mu is unchanged, and Omega is no
+    longer a scalar.
+
+    Args:
+        model: the model whose weights are set.
+        directions: C_QK and C_OV, from `directions`.
+        start: the scales mu_QK and mu_OV.
+        imbalance: s of the unbalanced start; 0 keeps the factors balanced.
+        spread: s of the spread start; 0 keeps the singular values equal.
 
     Raises:
-        CallError: d_head is too small for the direction's rank.
+        CallError: d_head is smaller than the rank of a direction.
+
+    Source: derived for this project; see docs/theory, starts.
     """
     qk = directions.qk * (start.mu_qk / model.heads)
     ov = directions.ov * (start.mu_ov / model.heads)
@@ -64,7 +78,14 @@ def aligned_start(
 
 @torch.no_grad()
 def identity_start(model: SingleLayerAttention, scale: float = 1e-6) -> None:
-    """Start every weight at scale times the identity (a rectangle's main diagonal), as the paper's 50-token runs do."""
+    """Set every weight to scale times the identity, as the paper's 50-token runs do.
+
+    A weight that is not square gets `scale` on its main diagonal.
+
+    Args:
+        model: the model whose weights are set.
+        scale: value on the diagonals.
+    """
     for parameter in model.parameters():
         parameter.zero_()
         parameter.diagonal(dim1=-2, dim2=-1).fill_(scale)
@@ -72,12 +93,13 @@ def identity_start(model: SingleLayerAttention, scale: float = 1e-6) -> None:
 
 @torch.no_grad()
 def random_start(model: SingleLayerAttention, seed: int, names: tuple[str, ...] | None = None) -> None:
-    """Start weights as torch.nn.Linear does, uniform in +-1/sqrt(inputs); all runs get the same weights.
+    """Draw weights as torch.nn.Linear does, uniform in +-1/sqrt(inputs); all runs get the same weights.
 
     Args:
-        model: the model to start.
-        seed: of the draw.
-        names: the parameters to draw; all of them if not given (the paper draws W_QK of CACO, W_Q and W_K of one FAFO).
+        model: the model whose weights are set.
+        seed: seed of the draw.
+        names: names of the parameters to draw; None draws all of them. The paper draws W_QK of CACO, and W_Q and W_K
+            of one FAFO run.
     """
     generator = torch.Generator().manual_seed(seed)
     inputs_first = {"W_Q", "W_K", "W_V", "W_O"}
@@ -91,7 +113,7 @@ def random_start(model: SingleLayerAttention, seed: int, names: tuple[str, ...] 
 
 
 def _scaled(A: Tensor, B: Tensor, imbalance: float, spread: float) -> tuple[Tensor, Tensor]:
-    """A D E and D^{-1} E B, over the singular directions that the factors hold."""
+    """Return A D E and D^{-1} E B, where D and E act on the singular directions that the factors contain."""
     rank = int((A.norm(dim=0) > 0).sum())
     ln_D, ln_E = torch.zeros(2, A.shape[1], dtype=A.dtype)
     ln_D[:rank] = torch.linspace(0, imbalance, rank, dtype=A.dtype)

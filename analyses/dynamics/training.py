@@ -1,4 +1,4 @@
-"""Gradient descent on the single-layer model with a learning rate for each circuit, many ratios r at once."""
+"""Gradient descent on the single-layer model with a learning rate for each circuit, for many ratios r at once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,19 @@ from .step_sizes import CircuitMotion, ConstantRate, RelativeStep
 
 @dataclass(frozen=True)
 class State:
-    """All runs just before a step, and the step that each would take.
+    """All runs just before a step, and the step that each is about to take.
 
     Attributes:
         step: number of steps taken so far.
-        time: the sum of the rates so far: the time of the gradient flow.
-        loss: cross-entropy at this step's weights.
-        attention: alpha, on the relevant tokens.
-        rate: of the coming step.
-        active: runs that have not ended; only they move.
-        reached: for every run, the losses of `losses` that this very state is at.
-        weights: the parameters by name, [run, head, ...].
-        qk_gradient, ov_gradient: dL/dC by the dense products.
+        time: the sum of the rates so far, which is the time of the gradient flow.
+        loss: cross-entropy in nats at this step's weights.
+        attention: attention alpha on the relevant tokens.
+        rate: rate of the coming step.
+        active: whether each run is still training; the others no longer move.
+        reached: for every run, those of `train`'s losses that it has reached in this state.
+        weights: the parameters by name, each [run, head, ...].
+        qk_gradient: dL/dW_QK, the gradient of the dense product.
+        ov_gradient: dL/dW_OV, the gradient of the dense product.
     """
 
     step: int
@@ -45,7 +46,7 @@ class State:
     ov_gradient: Float[Tensor, "run head classes d_model"]
 
     def attention_weights(self, run: int) -> AttentionWeights:
-        """Return the weights of one run as a layer's attention weights."""
+        """Return the weights of one run as the attention weights of a layer."""
         return AttentionWeights.of(0, {name: weight[run] for name, weight in self.weights.items()})
 
 
@@ -61,40 +62,45 @@ def train(
 ) -> Iterator[State]:
     """Train all runs side by side by gradient descent, yielding the state before every step and at the end.
 
-    W <- W - eta_circuit dL/dW with eta_OV = rate and eta_QK = r rate. A run ends when its loss has come down to the
-    last of `losses`; its steps are shortened so that it passes exactly through each of them (to second order in the
-    step) when the step size is relative. All end after `max_steps`.
+        W <- W - eta_circuit dL/dW      with eta_OV = rate and eta_QK = r rate
+
+    A run ends when it has reached the smallest of `losses`. With a relative step size, steps are shortened so that the
+    run passes exactly (to second order in the step) through each loss. All runs end after `max_steps`.
 
     Args:
-        model: with one run for each ratio.
-        data: the whole population (full batch), or a function that draws the next batch.
-        ratios: r = eta_QK / eta_OV of each run.
-        step_size: the rate of each step.
-        losses: to stop at; the last one ends the run.
-        max_steps: after which training ends.
-        rescaled: multiply the rate of each circuit by 2 sum s^3 / sum s^2 of its current singular values s, which is
-            2 sigma mu on the fixed directions. A collapsed circuit then follows the factorized equations.
+        model: the model to train, with one run for each ratio.
+        data: the whole population, for full-batch steps, or a function that draws the next batch.
+        ratios: ratio r = eta_QK / eta_OV of each run.
+        step_size: rule for the rate of each step.
+        losses: the losses to pass through; the smallest one ends the run.
+        max_steps: number of steps after which training ends.
+        rescaled: whether to multiply the rate of each circuit by 2 sum s^3 / sum s^2, where s are the circuit's current
+            singular values. On the fixed directions this factor is 2 sigma mu, so that a collapsed circuit follows the
+            factorized equations.
+
+    Yields:
+        The state of all runs. A yielded state keeps its weights when training continues.
 
     Raises:
-        CallError: the number of ratios is not the number of runs, a ratio is not positive, or several heads are to
-            train at the rescaled rate.
-        QkovError: the loss became NaN or infinite; the step is named.
+        CallError: the number of ratios differs from the number of runs, a ratio is not positive, or the rescaled rate
+            is requested for several heads.
+        QkovError: a loss became NaN or infinite; the message names the step.
 
-    Source: Theorem 1 of "Faster Query-Key Learning Sharpens Attention"; the rescaled rate is the review's concrete
-        test.
+    Source: Theorem 1 of "Faster Query-Key Learning Sharpens Attention". The rescaled rate is the concrete test that the
+        paper's review proposes; see docs/theory, factorized dynamics.
     """
     if len(ratios) != model.runs:
-        raise CallError(f"the model holds {model.runs} runs, and {len(ratios)} ratios were given: give one a run")
+        raise CallError(f"the model has {model.runs} runs, but {len(ratios)} ratios were given; give one for each run")
     if not all(ratio > 0 for ratio in ratios):
         raise CallError(f"every ratio r = eta_QK / eta_OV must be positive, got {list(ratios)}")
     if rescaled and model.heads > 1:
-        raise CallError(f"the rescaled rate is one rate a circuit; the model has {model.heads} heads, use one")
+        raise CallError(f"the rescaled rate needs a model with one head; this one has {model.heads} heads")
     ratio = torch.tensor(ratios, dtype=torch.float64)
     time = torch.zeros(len(ratio), dtype=torch.float64)
     landing = Landing(losses, len(ratio))
     attention_parameters = [model.get_parameter(name) for name in model.attention_names]
     output_parameters = [model.get_parameter(name) for name in model.output_names]
-    # A factorized circuit, or one that imitates it, grows in proportion to itself; a collapsed one leaves its start.
+    # A factorized circuit, or one at the rescaled rate, grows in proportion to itself; a collapsed one may start at 0.
     starts = [
         None if rescaled or len(parameters) > 1 else parameters[0].detach()
         for parameters in (attention_parameters, output_parameters)
@@ -108,7 +114,7 @@ def train(
         if not bool(torch.isfinite(loss).all()):
             raise QkovError(
                 f"training diverged at step {step}: the losses of the runs at r = {list(ratios)} are {loss.tolist()}; "
-                f"use a smaller step"
+                "use a smaller step"
             )
         reached = landing.reach(loss)
         active = landing.active
@@ -145,7 +151,7 @@ def train(
         for parameter, gradient, factor in zip(
             [*attention_parameters, *output_parameters], gradients, factors, strict=True
         ):
-            # A new tensor, not an update in place: the state that was yielded keeps its weights.
+            # A new tensor instead of an update in place, so that the yielded state keeps its weights.
             parameter.data = parameter.detach() - _along_runs(factor, parameter) * gradient
         time = time + moved
 
@@ -153,12 +159,12 @@ def train(
 def _gradients(
     model: SingleLayerAttention, sequences: Sequences, parameters: list[torch.nn.Parameter]
 ) -> tuple[Tensor, Tensor, list[Tensor], tuple[Tensor, Tensor]]:
-    """Loss, alpha, the gradients of the parameters, and the gradients of the dense W_QK and W_OV from the same pass."""
+    """Return the loss, alpha, the parameters' gradients, and the gradients of the dense W_QK and W_OV."""
     qk, ov = model.products()
     attention = model.attention(sequences, qk)
     logits = model.logits(attention, sequences, ov)
     loss = -logits.log_softmax(dim=-1)[:, torch.arange(len(sequences)), sequences.label].mean(dim=-1)
-    # The runs share no weight, so the gradient of the sum is each run's own gradient.
+    # The runs share no weights, so the gradient of the sum is each run's own gradient.
     *gradients, qk_gradient, ov_gradient = torch.autograd.grad(loss.sum(), [*parameters, qk, ov])
     with torch.no_grad():
         alpha = relevant_attention(attention, sequences)
@@ -168,12 +174,12 @@ def _gradients(
 def _motion(
     factor: Tensor, circuit: Circuit, gradient: Tensor, factor_gradients: list[Tensor], start: Tensor | None
 ) -> CircuitMotion:
-    """What a circuit would do in a step of rate 1, by the exact operator where it is a product of factors."""
+    """Return a circuit's motion in a step of rate 1, by the exact operator where the circuit is factorized."""
     moving = gradient if circuit.right is None else exact_step(circuit, gradient)
     size = circuit.dense() if start is None else circuit.dense() - start
     speed = factor * (_squared_norm(moving) / _squared_norm(size)).sqrt()
     return CircuitMotion(
-        power=factor * torch.stack([_squared_norm(each) for each in factor_gradients]).sum(dim=0),
+        power=factor * torch.stack([_squared_norm(factor_gradient) for factor_gradient in factor_gradients]).sum(dim=0),
         relative_speed=torch.where(torch.isfinite(speed), speed, 0.0),
         from_zero=start is not None,
     )

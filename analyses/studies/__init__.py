@@ -1,1 +1,1 @@
-"""Small models trained at several circuit rates, compared fairly."""
+"""Small models trained on tasks at several circuit learning rates, and compared fairly."""

@@ -1,59 +1,26 @@
-"""A finished reproduction against the theory: the tables that its report prints."""
+"""Tables that compare the trained runs of a reproduction with the theory and with each other."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..dynamics.equations import integrate
-from ..dynamics.first_integrals import first_integral_residual, fit_ratio
 from ..dynamics.matched_loss import at_loss
-from ..dynamics.setting import Parameterization, Setting
-from .reproduction import Reproduction, Run
-
-Trajectories = dict[str, pd.DataFrame]
-
-
-def trajectories(reproduction: Reproduction) -> Trajectories:
-    """Return `trajectory` of every run, by its name: what the tables below are made from."""
-    return {run.name: trajectory(reproduction, run) for run in reproduction.runs}
-
-
-#: How a step compares with Omega(C) G, with the exact operator and with G alone, as saved with a checkpoint.
-STEP_FIGURES = tuple(f"{name}_{figure}" for name in ("omega", "exact", "gradient") for figure in ("cosine", "error"))
-
-
-def trajectory(reproduction: Reproduction, run: Run) -> pd.DataFrame:
-    """Return what was measured of a run at every saved checkpoint, from its store.
-
-    Columns: step, time, loss, attention, mu_qk and mu_ov (the scale along the task direction), cosine_qk and cosine_ov
-    (with that direction), imbalance_qk and imbalance_ov, and STEP_FIGURES, each with _qk and _ov.
-    """
-    table = reproduction.store(run).table()
-    qk = table[table["circuit"] == "QK"].set_index("step")
-    ov = table[table["circuit"] == "OV"].set_index("step")
-    columns = {
-        "time": qk["training_time"],
-        "loss": qk["training_loss"],
-        "attention": qk["training_attention"],
-        "mu_qk": qk["reference_scale"],
-        "mu_ov": ov["reference_scale"],
-        "cosine_qk": qk["reference_cosine"],
-        "cosine_ov": ov["reference_cosine"],
-    }
-    for circuit, rows in (("qk", qk), ("ov", ov)):
-        columns[f"imbalance_{circuit}"] = rows["imbalance"]
-        for figure in STEP_FIGURES:
-            columns[f"{figure}_{circuit}"] = qk[f"training_{figure}_{circuit}"]
-    return pd.DataFrame(columns).rename_axis("step").reset_index()
+from ..dynamics.setting import Parameterization
+from .reproduction import Reproduction
+from .trajectories import Trajectories
 
 
 def matched_loss_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
-    """Return trained beside predicted mu_QK, mu_OV and alpha of every balanced run at every loss.
+    """Return the trained and the predicted mu_QK, mu_OV and alpha of every balanced run at every loss.
 
-    The prediction is at the loss of the plan, which the run passes exactly through (to second order in its step). The
-    difference is the larger relative difference of the two scales.
+    The prediction is for the loss of the plan, through which the run passes exactly (to second order in its step). The
+    column `difference` is the larger of the relative differences of the two scales.
+
+    Args:
+        reproduction: the finished reproduction.
+        measured: its trajectories.
     """
     rows = []
     for run in reproduction.of_kind("balanced"):
@@ -78,15 +45,20 @@ def matched_loss_table(reproduction: Reproduction, measured: Trajectories) -> pd
     return _with_difference(pd.DataFrame(rows), "", "_predicted")
 
 
-#: Losses beyond those that training comes to, at which theory alone says where attention goes.
+#: Losses below those that training reaches, for which there is only the theory.
 FAR_LOSSES = (1e-12, 1e-16)
 
 
 def long_after_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
-    """Return alpha of every balanced run at ever smaller losses, and as predicted beyond those that were trained.
+    """Return alpha of every balanced run at ever smaller losses, and the prediction also for losses not reached.
 
-    Columns: parameterization, ratio, loss, alpha_predicted, and alpha, NaN where no run went that far. Read across r at
-    one loss it is the falsifier of the review of the paper: does r = 100 sharpen attention against r = 0.01?
+    Columns: parameterization, ratio, loss, alpha_predicted, and alpha, which is NaN where the run did not go that far.
+    Compared across r at one loss, this is the falsification test that the paper's review proposes: is attention
+    sharper at r = 100 than at r = 0.01?
+
+    Args:
+        reproduction: the finished reproduction.
+        measured: its trajectories.
     """
     rows = []
     for run in reproduction.of_kind("balanced"):
@@ -105,92 +77,16 @@ def long_after_table(reproduction: Reproduction, measured: Trajectories) -> pd.D
     return pd.DataFrame(rows)
 
 
-#: The setting of the paper's own simulation (its Figure 4), and what it printed for CACO stopped at a loss of 1e-4.
-PAPER_SETTING = Setting(M=20, b=50, m=5, n=50, query="token")
-PAPER_LOSS = 1e-4
-PAPER_PRINTED = {0.01: (81.669, 0.559, 0.149), 0.1: (42.282, 1.395, 0.287)}
-
-
-def paper_setting_table() -> pd.DataFrame:
-    """Return mu_OV, mu_QK and alpha in the setting of the paper's simulation, from theory alone, at equal loss.
-
-    Columns: parameterization, ratio, mu_ov, mu_qk, alpha, and mu_ov_printed, mu_qk_printed, alpha_printed where the
-    paper prints them. r = 100 against r = 0.01 at CACO is the falsifier of the review of the paper.
-    """
-    rows = []
-    for parameterization in Parameterization:
-        for ratio in (0.01, 0.1, 1.0, 10.0, 100.0):
-            found = at_loss(PAPER_SETTING, parameterization, ratio, PAPER_LOSS)
-            printed = PAPER_PRINTED.get(ratio) if parameterization is Parameterization.CACO else None
-            rows.append(
-                {
-                    "parameterization": parameterization.value,
-                    "ratio": ratio,
-                    "mu_ov": float(found.mu_ov),
-                    "mu_qk": float(found.mu_qk),
-                    "alpha": float(found.attention),
-                    **dict(
-                        zip(("mu_ov_printed", "mu_qk_printed", "alpha_printed"), printed or [np.nan] * 3, strict=True)
-                    ),
-                }
-            )
-    return pd.DataFrame(rows)
-
-
-@dataclass(frozen=True)
-class RatioReading:
-    """What the weights of a run say of how it was trained.
-
-    Attributes:
-        residual: largest relative residual of the run's own first integral at its own r.
-        r: recovered by least squares under the run's own parameterization.
-        best: the parameterization that explains the run best.
-        residuals: rms residual of each parameterization, at the r that suits it.
-    """
-
-    run: Run
-    residual: float
-    r: float
-    best: Parameterization
-    residuals: dict[Parameterization, float]
-
-
-def positive_scales(series: pd.DataFrame) -> pd.DataFrame:
-    """Return the checkpoints at which both scales are positive, so that all four parameterizations can have made them.
-
-    A collapsed circuit starts at exactly zero, where a factorized one never is: that alone would decide the matter.
-    """
-    return series[(series["mu_qk"] > 0) & (series["mu_ov"] > 0)]
-
-
-def read_ratios(reproduction: Reproduction, measured: Trajectories) -> list[RatioReading]:
-    """Return for every balanced run the residual of its first integral and r as its weights alone give it."""
-    setting = reproduction.plan.setting
-    readings = []
-    for run in reproduction.of_kind("balanced"):
-        series = measured[run.name]
-        mu_qk, mu_ov = series["mu_qk"].to_numpy(), series["mu_ov"].to_numpy()
-        residual = first_integral_residual(setting, run.parameterization, run.ratio, mu_qk, mu_ov)
-        scales = positive_scales(series)
-        fits = fit_ratio(scales["mu_ov"].to_numpy(), scales["mu_qk"].to_numpy(), setting)
-        readings.append(
-            RatioReading(
-                run=run,
-                residual=float(np.abs(residual).max()),
-                r=fits.fits[run.parameterization].r,
-                best=fits.best,
-                residuals={chosen: fit.residual for chosen, fit in fits.fits.items()},
-            )
-        )
-    return readings
-
-
 def flow_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
     """Return how far every balanced run is from the integrated equations at the times of its checkpoints.
 
-    Columns: parameterization, ratio, the largest relative distance of mu_qk and of mu_ov, once they have come to a
-    thousandth of what they end at, and the largest distance of alpha. Where a scale grows exponentially a small delay
-    is a larger distance.
+    Columns: parameterization, ratio, mu_qk and mu_ov (the largest relative distance once the predicted scale exceeds a
+    thousandth of its last value), and alpha (the largest distance). Where a scale grows exponentially, a small delay
+    appears as a larger distance.
+
+    Args:
+        reproduction: the finished reproduction.
+        measured: its trajectories.
     """
     rows = []
     for run in reproduction.of_kind("balanced"):
@@ -217,10 +113,14 @@ def _relative_distance(trained: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def rescaled_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
-    """Return the collapsed runs that trained at the rescaled rate beside the factorized ones, at every loss.
+    """Return the collapsed runs trained at the rescaled rate beside the factorized runs, at every loss.
 
-    Both began at the same products. The difference is the larger relative difference of mu_QK and mu_OV; time is that
-    of each run's own gradient flow.
+    Both started from the same products. The column `difference` is the larger of the relative differences of mu_QK and
+    mu_OV. The times are those of each run's own gradient flow.
+
+    Args:
+        reproduction: the finished reproduction.
+        measured: its trajectories.
     """
     factorized = {
         run.ratio: run for run in reproduction.of_kind("balanced") if run.parameterization is Parameterization.FAFO
@@ -228,22 +128,26 @@ def rescaled_table(reproduction: Reproduction, measured: Trajectories) -> pd.Dat
     rows = []
     for run in reproduction.of_kind("rescaled"):
         other = factorized[run.ratio]
-        collapsed, traced = (measured[each.name].set_index("step") for each in (run, other))
+        collapsed, traced = (measured[name].set_index("step") for name in (run.name, other.name))
         for loss, step in sorted(run.reached.items(), reverse=True):
             row: dict[str, Any] = {"ratio": run.ratio, "loss": loss}
-            for figure in ("mu_qk", "mu_ov", "attention", "time"):
-                row[f"{figure}_collapsed"] = collapsed.loc[step, figure]
-                row[f"{figure}_factorized"] = traced.loc[other.reached[loss], figure]
+            for quantity in ("mu_qk", "mu_ov", "attention", "time"):
+                row[f"{quantity}_collapsed"] = collapsed.loc[step, quantity]
+                row[f"{quantity}_factorized"] = traced.loc[other.reached[loss], quantity]
             rows.append(row)
     return _with_difference(pd.DataFrame(rows), "_collapsed", "_factorized")
 
 
 def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> pd.DataFrame:
-    """Return for every factorized circuit how the steps taken compare with Omega(C) G and with the exact operator.
+    """Compare, for every factorized circuit, the steps taken with Omega(C) G and with the exact operator.
 
-    Columns: kind, parameterization, ratio, circuit; omega_cosine (smallest over the saved steps), omega_error
-    (largest), exact_cosine and exact_error likewise, gradient_cosine (smallest: of -G, without a preconditioner), and
-    omega_cosine_start, the cosine at the first step.
+    Columns: kind, parameterization, ratio, circuit; omega_cosine (the smallest over the saved steps) and omega_error
+    (the largest); exact_cosine and exact_error likewise; gradient_cosine (the smallest, with -G and no preconditioner);
+    and omega_cosine_start, the cosine with Omega(C) G at the first step.
+
+    Args:
+        reproduction: the finished reproduction.
+        measured: its trajectories.
     """
     rows = []
     for run in reproduction.of_kind("balanced", "spread", "unbalanced"):
@@ -272,7 +176,7 @@ def preconditioner_table(reproduction: Reproduction, measured: Trajectories) -> 
     return pd.DataFrame(rows)
 
 
-def _with_difference(table: pd.DataFrame, one: str, other: str) -> pd.DataFrame:
-    """Add the larger relative difference of mu_qk and mu_ov between columns of two endings."""
-    differences = [abs(table[f"{mu}{one}"] / table[f"{mu}{other}"] - 1) for mu in ("mu_qk", "mu_ov")]
+def _with_difference(table: pd.DataFrame, ending: str, reference: str) -> pd.DataFrame:
+    """Add the larger relative difference of mu_qk and mu_ov between the columns with two endings."""
+    differences = [abs(table[f"{mu}{ending}"] / table[f"{mu}{reference}"] - 1) for mu in ("mu_qk", "mu_ov")]
     return table.assign(difference=np.maximum(*differences))

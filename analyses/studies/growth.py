@@ -1,23 +1,24 @@
-"""Which growth law a trained run follows while attention is still near uniform."""
+"""The growth law that a trained run follows while its attention is still near uniform."""
 
 from dataclasses import dataclass
 
 import pandas as pd
 
 from ..dynamics.growth_laws import GrowthFits, TooFewSamplesError, fit_growth, straight_line_slope
-from .comparison import Trajectories, positive_scales
 from .reproduction import Reproduction, Run
+from .trajectories import Trajectories, positive_scales
 
 
 @dataclass(frozen=True)
-class GrowthReading:
-    """A run's part before saturation against the four laws.
+class GrowthComparison:
+    """The part of a run before saturation, compared with the four growth laws.
 
     Attributes:
-        series: the checkpoints before saturation.
-        fits: all four laws; None where there are too few checkpoints.
-        slope_predicted: of theory, in the coordinates of the run's own law.
-        decided: mu_QK grew by more than a tenth; before that an exponential and a line are the same.
+        run: the run.
+        series: the run's checkpoints before saturation.
+        fits: the fits of all four laws; None if there are too few checkpoints.
+        slope_predicted: the slope that the theory predicts, in the coordinates of the run's own law.
+        decided: whether mu_QK grew by more than a tenth. Below that, an exponential and a line look the same.
     """
 
     run: Run
@@ -27,16 +28,18 @@ class GrowthReading:
     decided: bool
 
 
-def read_growth(reproduction: Reproduction, measured: Trajectories, departure: float = 0.1) -> list[GrowthReading]:
-    """Return for every balanced run how its growth before saturation compares with the four laws.
+def compare_growth(
+    reproduction: Reproduction, measured: Trajectories, departure: float = 0.1
+) -> list[GrowthComparison]:
+    """Compare the growth of every balanced run before saturation with the four laws.
 
     Args:
-        reproduction: finished.
+        reproduction: the finished reproduction.
         measured: its trajectories.
-        departure: saturation begins where 1 - alpha has fallen by this fraction.
+        departure: relative fall of 1 - alpha at which saturation begins.
     """
     setting = reproduction.plan.setting
-    readings = []
+    comparisons = []
     for run in reproduction.of_kind("balanced"):
         series = positive_scales(measured[run.name])
         mu_qk, mu_ov = series["mu_qk"].to_numpy(), series["mu_ov"].to_numpy()
@@ -46,8 +49,8 @@ def read_growth(reproduction: Reproduction, measured: Trajectories, departure: f
             fits = None
         before = series.head(0 if fits is None else fits.samples)
         growth = 0.0 if fits is None else float(before["mu_qk"].max() / before["mu_qk"].iloc[0])
-        readings.append(
-            GrowthReading(
+        comparisons.append(
+            GrowthComparison(
                 run=run,
                 series=before,
                 fits=fits,
@@ -55,4 +58,4 @@ def read_growth(reproduction: Reproduction, measured: Trajectories, departure: f
                 decided=growth > 1.1,
             )
         )
-    return readings
+    return comparisons

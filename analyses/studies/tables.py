@@ -1,36 +1,40 @@
-"""All tables of a reproduction, each made once."""
+"""All tables of a reproduction, each computed once."""
 
 from dataclasses import dataclass
 
 import pandas as pd
 
-from .comparison import (
-    RatioReading,
-    Trajectories,
-    flow_table,
-    long_after_table,
-    matched_loss_table,
-    preconditioner_table,
-    read_ratios,
-    rescaled_table,
-    trajectories,
-)
-from .growth import GrowthReading, read_growth
+from .comparison import flow_table, long_after_table, matched_loss_table, preconditioner_table, rescaled_table
+from .growth import GrowthComparison, compare_growth
+from .ratios import RatioEstimate, estimate_ratios
 from .reproduction import Reproduction
+from .trajectories import Trajectories, trajectories
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a reproduction measured, and what it comes to against the theory; see the functions of the same names."""
+    """The quantities that a reproduction measured, and their comparison with the theory.
+
+    Attributes:
+        reproduction: the finished reproduction.
+        measured: from `trajectories`.
+        matched: from `matched_loss_table`.
+        long_after: from `long_after_table`.
+        ratios: from `estimate_ratios`.
+        flow: from `flow_table`.
+        rescaled: from `rescaled_table`.
+        growth: from `compare_growth`.
+        preconditioner: from `preconditioner_table`.
+    """
 
     reproduction: Reproduction
     measured: Trajectories
     matched: pd.DataFrame
     long_after: pd.DataFrame
-    readings: list[RatioReading]
+    ratios: list[RatioEstimate]
     flow: pd.DataFrame
     rescaled: pd.DataFrame
-    growth: list[GrowthReading]
+    growth: list[GrowthComparison]
     preconditioner: pd.DataFrame
 
 
@@ -42,9 +46,9 @@ def all_tables(reproduction: Reproduction) -> Tables:
         measured=measured,
         matched=matched_loss_table(reproduction, measured),
         long_after=long_after_table(reproduction, measured),
-        readings=read_ratios(reproduction, measured),
+        ratios=estimate_ratios(reproduction, measured),
         flow=flow_table(reproduction, measured),
         rescaled=rescaled_table(reproduction, measured),
-        growth=read_growth(reproduction, measured),
+        growth=compare_growth(reproduction, measured),
         preconditioner=preconditioner_table(reproduction, measured),
     )

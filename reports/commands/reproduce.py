@@ -27,9 +27,9 @@ def reproduce(
     """
     demand_supported("torch", "numpy", "scipy", "pandas", "pyarrow", "safetensors", "matplotlib", "jinja2")
 
-    from ...analyses.studies.reproduction import Plan
-    from ...analyses.studies.reproduction import reproduce as run_reproduction
+    from ...analyses.studies.plan import Plan
     from ...analyses.studies.tables import all_tables
+    from ...analyses.studies.training import reproduce as run_reproduction
     from ..pages.reproduction_report import reproduction_summary, write_reproduction_report
 
     with WorkProgress("reproduce", quiet=as_json) as progress:

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from ...analyses.dynamics.populations import exact_population
-from ...analyses.studies.comparison import PAPER_LOSS, PAPER_SETTING, RatioReading, paper_setting_table
+from ...analyses.studies.paper_setting import PAPER_LOSS, PAPER_SETTING, paper_setting_table
+from ...analyses.studies.ratios import RatioEstimate
 from ...analyses.studies.tables import Tables
 from ..drawing.panels import swatch
 from .page import listed, mark_changes, write_page
@@ -64,7 +65,7 @@ def write_reproduction_report(tables: Tables, path: Path, command: str) -> Path:
         paper_loss=PAPER_LOSS,
         long_after=falsifier(tables.long_after),
         following=following(tables, style),
-        readings=mark_changes([_reading_row(reading) for reading in tables.readings], "parameterization"),
+        readings=mark_changes([_reading_row(reading) for reading in tables.ratios], "parameterization"),
         rescaled=mark_changes(rescaled[rescaled["loss"].isin(shown_losses)].to_dict("records"), "ratio"),
         growth=growth(tables.growth, style),
         preconditioner=preconditioner(tables),
@@ -78,18 +79,18 @@ def reproduction_summary(tables: Tables) -> dict[str, Any]:
     balanced, unbalanced = steps[steps["kind"] != "unbalanced"], steps[steps["kind"] == "unbalanced"]
     return {
         "largest_difference": float(tables.matched["difference"].max()),
-        "largest_residual": max(reading.residual for reading in tables.readings),
+        "largest_residual": max(reading.residual for reading in tables.ratios),
         "rescaled_difference": float(tables.rescaled["difference"].max()),
         "balanced_cosine": float(balanced["omega_cosine"].min()),
         "unbalanced_cosine": float(unbalanced["omega_cosine_start"].max()),
         "matched_loss": tables.matched.to_dict("records"),
-        "ratios": [_reading_row(reading) for reading in tables.readings],
+        "ratios": [_reading_row(reading) for reading in tables.ratios],
         "flow": tables.flow.to_dict("records"),
         "preconditioner": steps.to_dict("records"),
     }
 
 
-def _reading_row(reading: RatioReading) -> dict[str, Any]:
+def _reading_row(reading: RatioEstimate) -> dict[str, Any]:
     ordered = sorted(
         (residual, chosen.value) for chosen, residual in reading.residuals.items() if np.isfinite(residual)
     )

@@ -9,7 +9,7 @@ from ...analyses.dynamics.equations import integrate
 from ...analyses.dynamics.growth_laws import straight_line
 from ...analyses.dynamics.matched_loss import at_loss
 from ...analyses.dynamics.setting import Parameterization
-from ...analyses.studies.growth import GrowthReading
+from ...analyses.studies.growth import GrowthComparison
 from ...analyses.studies.tables import Tables
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import mark_changes, number, percent
@@ -138,7 +138,7 @@ def following(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
         tables.reproduction,
         tables.measured,
         tables.rescaled,
-        tables.readings,
+        tables.ratios,
     )
     factorized = [chosen for chosen in Parameterization if chosen is not Parameterization.CACO]
     rows = []
@@ -197,7 +197,7 @@ def following(tables: Tables, style: dict[float, int]) -> dict[str, Any]:
     return {"answer": answer, "rows": rows}
 
 
-def growth(readings: list[GrowthReading], style: dict[float, int]) -> dict[str, Any]:
+def growth(readings: list[GrowthComparison], style: dict[float, int]) -> dict[str, Any]:
     """Return each law in its own coordinates, and how well every law fits every run before saturation.
 
     Args:

@@ -7,14 +7,15 @@ from qkov.analyses.studies.comparison import (
     FAR_LOSSES,
     long_after_table,
     matched_loss_table,
-    paper_setting_table,
     preconditioner_table,
-    read_ratios,
     rescaled_table,
-    trajectories,
 )
-from qkov.analyses.studies.growth import read_growth
-from qkov.analyses.studies.reproduction import Plan, reproduce
+from qkov.analyses.studies.growth import compare_growth
+from qkov.analyses.studies.paper_setting import paper_setting_table
+from qkov.analyses.studies.plan import Plan
+from qkov.analyses.studies.ratios import estimate_ratios
+from qkov.analyses.studies.training import reproduce
+from qkov.analyses.studies.trajectories import trajectories
 from safetensors import safe_open
 
 
@@ -60,12 +61,12 @@ def test_long_after_goes_beyond_what_was_trained(small):
         assert rows["alpha_predicted"].is_monotonic_increasing
 
 
-def test_readings_name_the_run(small):
-    for reading in read_ratios(*small):
-        assert reading.best is reading.run.parameterization
-        assert reading.r == pytest.approx(reading.run.ratio, rel=0.05)
+def test_estimates_name_the_run(small):
+    for estimate in estimate_ratios(*small):
+        assert estimate.best is estimate.run.parameterization
+        assert estimate.r == pytest.approx(estimate.run.ratio, rel=0.05)
         # The largest misfit of Euler's method at a step of 2 %, where attention moves fastest.
-        assert reading.residual < 0.1
+        assert estimate.residual < 0.1
 
 
 def test_the_rescaled_runs_trace_fafo(small):
@@ -83,7 +84,7 @@ def test_every_factorized_circuit_has_its_steps_compared(small):
     assert (table[table["kind"] == "unbalanced"]["omega_cosine"] < 0.9).all()
 
 
-def test_the_worst_step_and_the_worst_checkpoint_are_what_is_told(small):
+def test_the_worst_step_and_the_worst_checkpoint_are_reported(small):
     reproduction, measured = small
     run = reproduction.balanced(Parameterization.FAFO)[0]
     one_bad_step = measured[run.name].copy()
@@ -107,7 +108,7 @@ def test_the_worst_step_and_the_worst_checkpoint_are_what_is_told(small):
     last = one_bad_checkpoint.index[-1]
     one_bad_checkpoint.loc[last, "mu_ov"] *= 2
     before, after = (
-        next(reading for reading in read_ratios(reproduction, table) if reading.run == run).residual
+        next(estimate for estimate in estimate_ratios(reproduction, table) if estimate.run == run).residual
         for table in (measured, measured | {run.name: one_bad_checkpoint})
     )
     assert after > 0.3
@@ -118,8 +119,8 @@ def test_the_papers_setting_is_met_to_every_printed_digit():
     table = paper_setting_table().dropna(subset="alpha_printed")
     assert len(table) == 2
     for row in table.to_dict("records"):
-        for figure in ("mu_ov", "mu_qk", "alpha"):
-            assert round(row[figure], 3) == row[f"{figure}_printed"]
+        for quantity in ("mu_ov", "mu_qk", "alpha"):
+            assert round(row[quantity], 3) == row[f"{quantity}_printed"]
     alphas = paper_setting_table().set_index(["parameterization", "ratio"])["alpha"]
     # The review's falsifier: 0.993 against 0.149.
     assert round(alphas["CACO", 100.0], 3) == 0.993
@@ -127,15 +128,15 @@ def test_the_papers_setting_is_met_to_every_printed_digit():
 
 
 def test_growth_before_saturation_is_told_apart(small):
-    readings = read_growth(*small)
-    for reading in readings:
-        assert reading.fits is not None
-        assert reading.decided == (reading.series["mu_qk"].max() > 1.1 * reading.series["mu_qk"].iloc[0])
-        assert len(reading.fits.fits) == 4
-        assert all(np.isfinite(fit.residual) for fit in reading.fits.fits.values())
-        if reading.decided:
-            assert reading.fits.best is reading.run.parameterization
-            own = reading.fits.fits[reading.run.parameterization]
+    comparisons = compare_growth(*small)
+    for growth in comparisons:
+        assert growth.fits is not None
+        assert growth.decided == (growth.series["mu_qk"].max() > 1.1 * growth.series["mu_qk"].iloc[0])
+        assert len(growth.fits.fits) == 4
+        assert all(np.isfinite(fit.residual) for fit in growth.fits.fits.values())
+        if growth.decided:
+            assert growth.fits.best is growth.run.parameterization
+            own = growth.fits.fits[growth.run.parameterization]
             # Until 1 - alpha has fallen by a tenth, the frozen alpha is off by at most that.
-            assert own.slope == pytest.approx(reading.slope_predicted, rel=0.1)
-    assert any(reading.decided for reading in readings)
+            assert own.slope == pytest.approx(growth.slope_predicted, rel=0.1)
+    assert any(growth.decided for growth in comparisons)

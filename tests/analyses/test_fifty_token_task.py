@@ -116,5 +116,5 @@ def test_tokens_of_another_length_or_without_a_query_are_refused(drawn):
     tokens, _ = drawn
     with pytest.raises(CallError, match="expected 30 context tokens"):
         FiftyTokenTask(context_length=30).sequences(tokens)
-    with pytest.raises(CallError, match="query token with id 5 to 8"):
+    with pytest.raises(CallError, match="query token with an id from 5 to 8"):
         FiftyTokenTask().sequences(tokens.flip(1).clamp(min=9))

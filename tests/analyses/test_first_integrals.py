@@ -106,7 +106,7 @@ def test_a_run_from_the_origin_rules_out_factorized_circuits():
 @pytest.mark.parametrize(
     ("mu_qk", "mu_ov", "words"),
     [
-        ([0.0, 1.0], [0.0, 1.0], "same three times or more, got 2 and 2"),
+        ([0.0, 1.0], [0.0, 1.0], "same three or more times, got 2 and 2"),
         ([0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0], "got 3 and 4"),
         ([0.0, np.nan, 2.0], [0.0, 1.0, 2.0], "mu_qk must be finite at every time, got nan"),
         ([0.0, 0.0, 0.0], [0.0, 1.0, 2.0], "mu_qk must change over the series, got 0 throughout"),

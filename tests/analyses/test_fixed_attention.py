@@ -85,7 +85,7 @@ def test_losses_are_measured_at_log_spaced_steps_up_to_the_last():
     ("arguments", "message"),
     [
         ({"alphas": (0.5, 1.2)}, "from 0 to 1"),
-        ({"alphas": ()}, "at least one"),
+        ({"alphas": ()}, "one or more shares"),
         ({"steps": 0}, "steps must be positive; got 0"),
         ({"rate": -0.1}, "rate must be positive"),
     ],

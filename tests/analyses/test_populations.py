@@ -121,5 +121,5 @@ def test_samples_have_the_exact_population_as_their_mean():
 
 
 def test_an_odd_background_is_refused():
-    with pytest.raises(CallError, match="n = 3: use n = 4"):
+    with pytest.raises(CallError, match="n = 3; use n = 4"):
         exact_population(Setting(M=2, b=2, m=1, n=3))

@@ -14,7 +14,7 @@ from qkov.analyses.dynamics import (
     exact_population,
     train,
 )
-from qkov.analyses.dynamics.saved_runs import log_spaced_steps, save_runs, step_agreement
+from qkov.analyses.dynamics.saved_runs import compare_step, log_spaced_steps, save_runs
 from qkov.circuits import Circuit, find_checkpoints, open_checkpoint
 
 SETTING = Setting(M=3, b=2, m=1, n=2)
@@ -76,19 +76,19 @@ def test_a_step_up_the_gradient_has_a_cosine_below_zero():
     generator = torch.Generator().manual_seed(0)
     A, B, G = (torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in ((4, 4), (4, 4), (4, 4)))
     up = Circuit(A @ B + 1e-3 * (A @ A.mT @ G + G @ B.mT @ B))
-    figures = step_agreement(Circuit(A, B), up, G, 1e-3)
+    figures = compare_step(Circuit(A, B), up, G, 1e-3)
     assert figures["exact_cosine"] == pytest.approx(-1)
     assert figures["gradient_cosine"] < 0
     assert figures["exact_error"] == pytest.approx(2)
 
 
-def test_step_agreement_against_dense_algebra():
+def test_compare_step_against_dense_algebra():
     rng = np.random.default_rng(0)
     A, B, G_A, G_B = (rng.standard_normal(shape) for shape in ((6, 2), (2, 5), (6, 2), (2, 5)))
     G = rng.standard_normal((6, 5))
     rate = 1e-3
     after = (A + rate * G_A) @ (B + rate * G_B)
-    figures = step_agreement(
+    figures = compare_step(
         Circuit(torch.tensor(A)[None], torch.tensor(B)[None]),
         Circuit(torch.tensor(after)[None]),
         torch.tensor(G)[None],

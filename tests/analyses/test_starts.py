@@ -21,7 +21,7 @@ def test_balanced_factors_multiply_to_the_matrix_and_have_equal_grams():
 
 
 def test_a_rank_that_does_not_fit_is_refused():
-    with pytest.raises(CallError, match="d_head = 2 cannot hold a start of rank 3"):
+    with pytest.raises(CallError, match="d_head = 2 is too small for a start of rank 3"):
         balanced_factors(torch.eye(3, dtype=torch.float64), 2)
 
 

@@ -163,13 +163,13 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
         ([*predict, "--parameterization", "CACA"], 2, "'CACA' is not known; expected one of CACO, CAFO, FACO, FAFO"),
         ([*predict, "--query", "word"], 2, "--query should be one of token, class; got 'word'"),
         ([*predict, "--parameterization", "FAFO", "--start-qk", "0"], 2, "0 is a saddle"),
-        ([*predict, "--start-qk", "800"], 2, "mu_qk must be at most 600 in size, got 800"),
+        ([*predict, "--start-qk", "800"], 2, "mu_qk must lie between -600 and 600, got 800"),
         (["predict"], 2, "Missing option '--loss'"),
         (["predict", "--loss", "much"], 2, "--loss"),
         (["paint"], 2, "No such command 'paint'"),
         (["report", "full"], 2, "full is not a run store"),
         (["report", "run", "full"], 2, "is not a run store"),
-        (["reproduce", "--out", "full"], 2, "full is not empty and no reproduction wrote it"),
+        (["reproduce", "--out", "full"], 2, "full is not empty and was not written by qkov reproduce"),
         (["reproduce", "--out", "text.pt"], 2, "text.pt is a file"),
     ):
         got, line = refused(capsys, arguments)

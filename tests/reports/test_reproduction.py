@@ -10,10 +10,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from qkov.analyses.dynamics import Parameterization, Start, train
-from qkov.analyses.studies import reproduction as reproduction_module
-from qkov.analyses.studies.comparison import trajectories
-from qkov.analyses.studies.reproduction import Plan, Reproduction, open_reproduction, reproduce
+from qkov.analyses.studies import training
+from qkov.analyses.studies.plan import Batch, Plan
+from qkov.analyses.studies.reproduction import Reproduction, open_reproduction
 from qkov.analyses.studies.tables import all_tables
+from qkov.analyses.studies.training import reproduce
+from qkov.analyses.studies.trajectories import trajectories
 from qkov.circuits import CallError, QkovError
 from qkov.reports.commands.main import run
 from qkov.reports.pages.reproduction_report import reproduction_summary
@@ -83,12 +85,12 @@ def test_runs_keep_to_the_equations_in_time(summary):
     assert (table["alpha"] < 0.05).all()
 
 
-def test_a_loss_that_no_run_comes_to_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduction_module, "train", lambda *given, **options: train(*given, **options, max_steps=3))
+def test_a_loss_that_no_run_reaches_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "train", lambda *given, **options: train(*given, **options, max_steps=3))
     plan = Plan(ratios=(1.0,), losses=(0.5,), step=0.05, checkpoints=4)
-    batch = reproduction_module._Batch("balanced", Parameterization.CACO, (1.0,), Start(0.0, 0.0))
-    with pytest.raises(QkovError, match=r"the run CACO_r1 did not come down to a loss of 0\.5"):
-        reproduction_module._train(plan, batch, tmp_path)
+    batch = Batch("balanced", Parameterization.CACO, (1.0,), Start(0.0, 0.0))
+    with pytest.raises(QkovError, match=r"the run CACO_r1 did not reach a loss of 0\.5"):
+        training._train(plan, batch, tmp_path)
 
 
 def test_faster_qk_sharpens_attention_at_equal_loss(summary):
@@ -150,7 +152,7 @@ def test_a_reproduction_that_did_not_finish(tmp_path, capsys):
         open_reproduction(tmp_path)
     (tmp_path / "reproduction.json").write_text('{"format": "qkov reproduction 1"}')
     assert run(["report", str(tmp_path)]) == 2
-    assert "holds no finished reproduction" in capsys.readouterr().err
+    assert "does not contain a finished reproduction" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path):
@@ -158,7 +160,7 @@ def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path):
     (tmp_path / "runs" / "thesis.txt").write_text("ten years")
     for content in ('{"my": "own"}', "not even JSON", "[]"):
         (tmp_path / "reproduction.json").write_text(content)
-        with pytest.raises(CallError, match="is not empty and no reproduction wrote it"):
+        with pytest.raises(CallError, match="is not empty and was not written by qkov reproduce"):
             reproduce(Plan(ratios=(1.0,), losses=(0.5,), step=0.05, checkpoints=4), tmp_path)
         assert (tmp_path / "reproduction.json").read_text() == content
     assert (tmp_path / "runs" / "thesis.txt").read_text() == "ten years"
