@@ -1,4 +1,4 @@
-"""Texts with marked spans as tokens with masks, by the offsets of a fast tokeniser."""
+"""Encoding of texts with marked spans as tokens with relevance masks, by the offsets of a fast tokenizer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,14 +11,14 @@ from ...circuits.errors import CallError
 from .collecting import LeftOut, collected
 from .example import Example, Span, Task, TextExample
 
-#: How many texts are tokenised at once.
+# The number of texts that are tokenized at once.
 _AT_ONCE = 1000
 
 Side = Literal["left", "right"]
 
 
 class _Encoded(NamedTuple):
-    """What a tokeniser makes of one text."""
+    """The tokens of one text."""
 
     tokens: list[int]
     spans: list[Span]
@@ -26,7 +26,7 @@ class _Encoded(NamedTuple):
 
     @property
     def body(self) -> list[int]:
-        """Ids of the tokens of the text itself."""
+        """The ids of the tokens that are not special."""
         return [token for token, special in zip(self.tokens, self.special, strict=True) if not special]
 
 
@@ -39,36 +39,41 @@ def encode(
     mask_at_end: bool = False,
     next_token: bool = False,
 ) -> list[Example]:
-    """Return the examples in tokens.
+    """Return the examples as tokens.
 
-    A token is relevant when one of its characters is marked; the spaces around a word in its token do not count. A
-    character that makes several tokens marks them all. Nothing is decoded: characters are told by offsets alone.
+    A token is relevant if one of its characters is marked; spaces count only if the token has no other characters. A
+    marked character that is split into several tokens marks all of them. Nothing is decoded: only the offsets determine
+    which characters belong to a token.
 
     Args:
         examples: texts with marked spans.
-        tokenizer: one of transformers', fast, for the slow ones have no offsets.
-        context: the longest sequence that the model takes, with the tokeniser's own tokens; longer texts are cut, and
+        tokenizer: a fast tokenizer of transformers; slow ones have no offsets.
+        context: maximum length of a sequence, including special tokens; None for no limit. Longer texts are cut, and
             `Example.cut` counts the relevant tokens lost. Room is left for continuations of several tokens.
-        cut_from: which end of a long text goes. By default the left one where there are continuations, for they follow
-            the right one; else the right one.
-        mask_at_end: put the tokeniser's mask token behind the text, where a masked language model fills in the
-            continuation, which has to be a single token.
-        next_token: predict the first token of the right continuation among the whole vocabulary: its id becomes the
-            label, and the continuations go.
+        cut_from: the end at which long texts are cut. None stands for the left end if there are continuations, because
+            they follow the right end, and for the right end otherwise.
+        mask_at_end: whether to put the tokenizer's mask token behind the text, where a masked language model fills in
+            the continuation. The continuation must then be a single token.
+        next_token: whether the first token of the right continuation is to be predicted among the whole vocabulary. Its
+            id becomes the label, and the continuations are dropped.
+
+    Returns:
+        An `Example` for each text, in the same order.
 
     Raises:
-        CallError: the tokeniser is slow or has no mask token, the context leaves no room, or an example has no tokens,
-            no label where its next token is to be predicted, or a continuation that does not begin at a token's border.
+        CallError: the tokenizer is slow or has no mask token; the context leaves no room; or an example has no tokens,
+            has no label although its next token is to be predicted, or has a continuation that does not begin at a
+            token boundary.
     """
-    made = []
+    tokenized = []
     encoded = _encoded(
         examples, tokenizer, context=context, cut_from=cut_from, mask_at_end=mask_at_end, next_token=next_token
     )
-    for example, one in zip(examples, encoded, strict=True):
-        if isinstance(one, LeftOut):
-            raise CallError(f"example {example.id or repr(example.text[:60])} cannot be encoded: {one.reason}")
-        made.append(one)
-    return made
+    for example, item in zip(examples, encoded, strict=True):
+        if isinstance(item, LeftOut):
+            raise CallError(f"example {example.id or repr(example.text[:60])} cannot be encoded: {item.reason}")
+        tokenized.append(item)
+    return tokenized
 
 
 def encode_task(
@@ -80,19 +85,27 @@ def encode_task(
     mask_at_end: bool = False,
     next_token: bool = False,
 ) -> Task:
-    """Return the task with its texts in tokens, as `encode` does; examples that cannot be encoded are counted.
+    """Return the task with its texts encoded as tokens by `encode`.
 
-    Examples that are tokens already stay as they are.
+    Examples that are tokens already are kept unchanged. Examples that cannot be encoded are left out and counted.
+
+    Args:
+        task: the task.
+        tokenizer: a fast tokenizer of transformers.
+        context: maximum length of a sequence, as in `encode`.
+        cut_from: the end at which long texts are cut, as in `encode`.
+        mask_at_end: whether to put the mask token behind the text, as in `encode`.
+        next_token: whether the next token is to be predicted among the whole vocabulary, as in `encode`.
 
     Raises:
-        CallError: the tokeniser is slow or has no mask token, the context leaves no room, or no example is left.
+        CallError: the tokenizer is slow or has no mask token, the context leaves no room, or no example is left.
     """
     texts = [example for example in task.examples if isinstance(example, TextExample)]
     encoded = _encoded(
         texts, tokenizer, context=context, cut_from=cut_from, mask_at_end=mask_at_end, next_token=next_token
     )
-    found = (next(encoded) if isinstance(example, TextExample) else example for example in task.examples)
-    return collected(replace(task, examples=()), found)
+    items = (next(encoded) if isinstance(example, TextExample) else example for example in task.examples)
+    return collected(replace(task, examples=()), items)
 
 
 def _encoded(
@@ -106,17 +119,20 @@ def _encoded(
 ) -> Iterator[Example | LeftOut]:
     if not getattr(tokenizer, "is_fast", False):
         raise CallError(
-            f"{type(tokenizer).__name__} gives no character offsets, so that marked text cannot be found among its "
-            f"tokens; expected a fast tokeniser: load it with AutoTokenizer.from_pretrained(..., use_fast=True)"
+            f"{type(tokenizer).__name__} gives no character offsets, so marked text cannot be found among its tokens; "
+            "use a fast tokenizer, loaded with AutoTokenizer.from_pretrained(..., use_fast=True)"
         )
     mask = tokenizer.mask_token_id if mask_at_end else None
     if mask_at_end and mask is None:
-        raise CallError(f"{type(tokenizer).__name__} has no mask token to put behind the text; use a masked model's")
+        raise CallError(
+            f"{type(tokenizer).__name__} has no mask token to put behind the text; use the tokenizer of a masked "
+            "language model"
+        )
     rest = iter(examples)
     while chunk := list(islice(rest, _AT_ONCE)):
-        texts = iter(_tokenised(tokenizer, [example.text for example in chunk]))
+        texts = iter(_tokenized(tokenizer, [example.text for example in chunk]))
         joined = iter(
-            _tokenised(
+            _tokenized(
                 tokenizer, [example.text + following for example in chunk for following in example.continuations]
             )
         )
@@ -126,10 +142,10 @@ def _encoded(
             yield _example(example, text, continuations, context, cut_from, mask, next_token)
 
 
-def _tokenised(tokenizer: Any, texts: list[str]) -> Iterator[_Encoded]:
+def _tokenized(tokenizer: Any, texts: list[str]) -> Iterator[_Encoded]:
     if not texts:
         return
-    made = tokenizer(
+    batch = tokenizer(
         texts,
         padding=False,
         truncation=False,
@@ -138,13 +154,13 @@ def _tokenised(tokenizer: Any, texts: list[str]) -> Iterator[_Encoded]:
         verbose=False,
     )
     for tokens, spans, special in zip(
-        made["input_ids"], made["offset_mapping"], made["special_tokens_mask"], strict=True
+        batch["input_ids"], batch["offset_mapping"], batch["special_tokens_mask"], strict=True
     ):
-        yield _Encoded(tokens, [(start, end) for start, end in spans], [bool(one) for one in special])
+        yield _Encoded(tokens, [(start, end) for start, end in spans], [bool(flag) for flag in special])
 
 
 def _after(text: _Encoded, longer: _Encoded) -> tuple[int, ...]:
-    """Tokens of a longer text beyond those of its beginning; none where the beginning's own tokens changed."""
+    """Return the tokens that a longer text adds to its beginning; none if it tokenizes the beginning differently."""
     body, whole = text.body, longer.body
     return tuple(whole[len(body) :]) if whole[: len(body)] == body else ()
 
@@ -159,9 +175,9 @@ def _example(
     next_token: bool,
 ) -> Example | LeftOut:
     if not all(continuations):
-        return LeftOut("whose continuation does not begin at a token's border (does it lack a space in front?)")
+        return LeftOut("whose continuation does not begin at a token boundary (it may lack a space in front)")
     if mask is not None and any(len(continuation) > 1 for continuation in continuations):
-        return LeftOut("whose continuation is several tokens, which one mask cannot stand for")
+        return LeftOut("whose continuation is several tokens, which one mask token cannot stand for")
     label = example.label
     if next_token:
         if label is None or not continuations:
@@ -179,7 +195,7 @@ def _example(
     whole = Example(
         tokens=tuple(text.tokens),
         label=label,
-        relevant=tuple(tuple(bool(one) for one in mask) for mask in masks),
+        relevant=tuple(tuple(bool(entry) for entry in mask) for mask in masks),
         continuations=tuple(continuations),
         special=tuple(text.special),
         text=example.text,
@@ -192,17 +208,17 @@ def _example(
 
 
 def _with_mask(text: _Encoded, mask: int, end: int) -> _Encoded:
-    """Put a mask token behind the last token of the text, before the tokeniser's own tokens that follow it."""
-    place = max((number + 1 for number, special in enumerate(text.special) if not special), default=0)
+    """Put a mask token behind the last token of the text, before the special tokens that follow it."""
+    position = max((number + 1 for number, special in enumerate(text.special) if not special), default=0)
     return _Encoded(
-        [*text.tokens[:place], mask, *text.tokens[place:]],
-        [*text.spans[:place], (end, end), *text.spans[place:]],
-        [*text.special[:place], True, *text.special[place:]],
+        [*text.tokens[:position], mask, *text.tokens[position:]],
+        [*text.spans[:position], (end, end), *text.spans[position:]],
+        [*text.special[:position], True, *text.special[position:]],
     )
 
 
 def _relevant(text: str, marked: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
-    """For every token, whether one of its characters is marked: other than spaces, if it has others."""
+    """Return whether one of each token's characters is marked; spaces count only if it has no other characters."""
     space = np.fromiter((character.isspace() for character in text), dtype=bool, count=len(text))
     is_marked = np.zeros(len(text), dtype=bool)
     for start, end in marked:
@@ -217,15 +233,15 @@ def _relevant(text: str, marked: Sequence[Span], spans: Sequence[Span]) -> np.nd
 
 
 def _kept(special: list[bool], context: int | None, side: Side) -> list[int]:
-    """Positions that fit into the context: every special token, and as many others as there is room for."""
+    """Return the positions kept within the context: every special token, and as many others as there is room for."""
     if context is None or len(special) <= context:
         return list(range(len(special)))
-    own = [place for place, is_special in enumerate(special) if is_special]
-    others = [place for place, is_special in enumerate(special) if not is_special]
+    own = [position for position, is_special in enumerate(special) if is_special]
+    others = [position for position, is_special in enumerate(special) if not is_special]
     room = context - len(own)
     if room < 1:
         raise CallError(
-            f"a context with room for {context} tokens holds no text beside {len(own)} special tokens; "
-            f"expected at least {len(own) + 1}"
+            f"a context with room for {context} tokens has no room for text beside {len(own)} special tokens; "
+            f"expected room for at least {len(own) + 1}"
         )
     return sorted(own + (others[:room] if side == "right" else others[-room:]))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...circuits.errors import CallError, QkovError
 from ...circuits.storage.places import Place
-from .collecting import Found, LeftOut, collected
+from .collecting import LeftOut, SourceItem, collected
 from .example import Span, Task, TextExample
 from .records import data_place, field, files_in, read_records, read_text
 from .words import text_of_words
@@ -21,28 +21,30 @@ def eraser(
     name: str = "eraser",
     bins: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
 ) -> Task:
-    """Return documents with their class; relevant are the tokens of all evidences together, in one mask.
+    """Return documents with their class; one relevance mask marks the tokens of all evidences together.
 
-    A document's words are what white space keeps apart in `docs/ID`, joined with single spaces. Annotations of several
-    documents are left out and counted, as are those whose evidence lies outside its document. A query, where there is
-    one, is not part of the text.
+    The words of a document are the parts of `docs/ID` that white space separates; the text joins them with single
+    spaces. Annotations of several documents, and those whose evidence lies outside its document, are left out and
+    counted. A query, if there is one, is not part of the text.
 
     Args:
         data: a folder with docs/ and {train,val,test}.jsonl.
-        split: which of those; None for all.
-        limit: keep so many.
-        seed: of the draw of those.
-        name: of the task.
+        split: train, val or test; None for all.
+        limit: maximum number of documents, sampled with `seed`; None for all.
+        seed: seed of the sample.
+        name: name of the task.
         bins: edges of the DTAP table.
 
     Raises:
         CallError: there is no such folder or split.
         QkovError: a file cannot be read, or lacks a field.
+
+    Source: DeYoung et al. 2020.
     """
     place = data_place(data)
     if place is None or not place.child("docs").is_folder():
         raise CallError(
-            f"{data} is not in the ERASER layout: expected a folder with docs/ and {{train,val,test}}.jsonl"
+            f"{data} is not in the ERASER layout; expected a folder with docs/ and {{train,val,test}}.jsonl"
         )
     rows = [row for file in files_in(place, (".jsonl",), split) for row in read_records(file)]
     classes = tuple(sorted({str(field(row, "classification", data)) for row in rows}))
@@ -57,7 +59,7 @@ def eraser(
     return collected(task, _examples(rows, place, classes), limit, seed)
 
 
-def _examples(rows: list[dict[str, Any]], folder: Place, classes: tuple[str, ...]) -> Iterator[Found]:
+def _examples(rows: list[dict[str, Any]], folder: Place, classes: tuple[str, ...]) -> Iterator[SourceItem]:
     for row in rows:
         name = str(field(row, "annotation_id", folder))
         evidences = [evidence for group in field(row, "evidences", folder) or [] for evidence in group]
@@ -66,8 +68,8 @@ def _examples(rows: list[dict[str, Any]], folder: Place, classes: tuple[str, ...
             yield LeftOut("with several documents")
             continue
         text, words = text_of_words(_document(folder, str(documents.pop())).split())
-        places = [(field(one, "start_token", folder), field(one, "end_token", folder)) for one in evidences]
-        spans = _marked(words, places)
+        ranges = [(field(span, "start_token", folder), field(span, "end_token", folder)) for span in evidences]
+        spans = _marked(words, ranges)
         if not words:
             yield LeftOut("without words")
         elif spans is None:
@@ -79,23 +81,23 @@ def _examples(rows: list[dict[str, Any]], folder: Place, classes: tuple[str, ...
 
 
 def _marked(words: tuple[Span, ...], evidences: list[Span]) -> tuple[Span, ...] | None:
-    """Spans of the words of all evidences, in order; None where one lies outside."""
+    """Return the spans of the words of all evidences, in order; None if an evidence lies outside the document."""
     marked: set[int] = set()
     for start, end in evidences:
         if not 0 <= start < end <= len(words):
             return None
         marked.update(range(start, end))
-    return tuple(words[place] for place in sorted(marked))
+    return tuple(words[position] for position in sorted(marked))
 
 
 def _document(folder: Place, name: str) -> str:
     parts = Path(name).parts
-    # The names come from the file, and must not lead elsewhere.
+    # The names come from the file and must not lead out of docs/.
     if name.startswith("/") or ".." in parts or not parts:
-        raise QkovError(f"{folder} names a document {name!r}; expected a file of docs/")
+        raise QkovError(f"{folder} names a document {name!r}; expected a file in docs/")
     place = folder.child("docs")
     for part in parts:
         place = place.child(part)
     if not place.is_file():
-        raise QkovError(f"{place} does not exist, though an annotation names it: is docs/ complete?")
+        raise QkovError(f"{place} does not exist, although an annotation names it; check whether docs/ is complete")
     return read_text(place)

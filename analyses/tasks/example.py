@@ -1,4 +1,4 @@
-"""One example: tokens, what is to be predicted, and which of the tokens matter for it."""
+"""Examples: tokens, what is to be predicted, and which of the tokens are relevant for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,28 +10,29 @@ from torch import Tensor
 
 from ...circuits.errors import CallError
 
-#: A stretch of text, from a character to the one before another.
+#: A stretch of text: the index of its first character, and the index after its last one.
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Example:
-    """Tokens of a model's vocabulary, without padding, and what of them is relevant.
+    """Tokens of a model's vocabulary, without padding, and the relevance of each of them.
 
     Attributes:
-        tokens: ids.
-        label: the class, or which of the continuations is the right one; None where nothing is known to be right.
-        relevant: any number of masks over the tokens, one for each annotator; none where nobody marked anything.
+        tokens: token ids.
+        label: the class, the index of the right continuation, or the id of the token to predict; None if unknown.
+        relevant: relevance masks over the tokens, one for each annotator; empty if nobody marked anything.
         continuations: token ids of each alternative that a language model chooses among; empty for a classifier.
-        special: tokens that the tokeniser added, which are neither removed nor counted.
-        text: that the tokens stand for; empty where there is none.
-        spans: of each token in the text; empty where there is none.
-        id: of the example in its source.
-        group: by which tables may be split, such as the number of attractors.
-        cut: how many relevant tokens were lost as the text was cut to the model's context.
+        special: whether each token was added by the tokenizer or is read by the task itself. Such tokens are neither
+            removed nor counted. Empty if there are none.
+        text: the text that was tokenized; empty if there is none.
+        spans: span of each token in the text; empty if there is no text.
+        id: id of the example in its source.
+        group: name of the group by which tables may be split, such as the number of attractors.
+        cut: number of relevant tokens lost when the text was cut to the model's context.
 
     Raises:
-        CallError: a mask, the special tokens or the spans are not as long as the tokens, or there are no tokens.
+        CallError: there are no tokens, or a mask, `special` or `spans` has another length than the tokens.
     """
 
     tokens: tuple[int, ...]
@@ -46,55 +47,55 @@ class Example:
     cut: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse masks of another length than the tokens."""
+        """Refuse masks whose length differs from that of the tokens."""
         if not self.tokens:
             raise CallError(f"example {self.id or '(without id)'} has no tokens")
         masks = {f"relevance mask {number}": mask for number, mask in enumerate(self.relevant)}
-        for name, given in (*masks.items(), ("special", self.special), ("spans", self.spans)):
-            if (given or name.startswith("relevance")) and len(given) != len(self.tokens):
+        for name, entries in (*masks.items(), ("special", self.special), ("spans", self.spans)):
+            if (entries or name.startswith("relevance")) and len(entries) != len(self.tokens):
                 raise CallError(
-                    f"{name} of example {self.id or '(without id)'} has length {len(given)}; expected one entry for "
+                    f"{name} of example {self.id or '(without id)'} has length {len(entries)}; expected one entry for "
                     f"each of its {len(self.tokens)} tokens"
                 )
 
     @property
     def relevance(self) -> Float[Tensor, " token"] | None:
-        """The mean of the masks, which weights each token by the share of annotators who marked it.
+        """The mean of the relevance masks, which weights each token by the share of annotators who marked it.
 
-        Masks in which nothing is marked do not count; None where that is all of them: such an example has no relevant
-        tokens and takes no part in measures of relevance.
+        Masks in which nothing is marked do not count. If there are no others, the value is None: such an example has no
+        relevant tokens and takes no part in measures of relevance.
         """
         marked = [mask for mask in self.relevant if any(mask)]
         return torch.tensor(np.mean(marked, axis=0), dtype=torch.float64) if marked else None
 
     @property
     def is_special(self) -> tuple[bool, ...]:
-        """For every token, whether the tokeniser added it."""
+        """Whether each token is special."""
         return self.special or (False,) * len(self.tokens)
 
     def keep(self, positions: Sequence[int]) -> "Example":
-        """Return the example with only the tokens at those positions, in their own order."""
+        """Return the example with only the tokens at the given positions, in their original order."""
         order = sorted(set(positions))
         return replace(
             self,
-            tokens=tuple(self.tokens[place] for place in order),
-            relevant=tuple(tuple(mask[place] for place in order) for mask in self.relevant),
-            special=tuple(self.special[place] for place in order) if self.special else (),
-            spans=tuple(self.spans[place] for place in order) if self.spans else (),
+            tokens=tuple(self.tokens[position] for position in order),
+            relevant=tuple(tuple(mask[position] for position in order) for mask in self.relevant),
+            special=tuple(self.special[position] for position in order) if self.special else (),
+            spans=tuple(self.spans[position] for position in order) if self.spans else (),
         )
 
 
 @dataclass(frozen=True)
 class TextExample:
-    """A text, and which stretches of it matter; it becomes an `Example` by a tokeniser.
+    """A text with the spans that are relevant; `encode` turns it into an `Example`.
 
     Attributes:
-        text: as the model is to read it.
-        label: as of `Example`.
-        relevant: for each annotator the spans of characters that were marked.
-        continuations: the texts that a language model chooses among, with the space in front where there is one.
-        id: of the example in its source.
-        group: by which tables may be split.
+        text: the text that the model is to read.
+        label: the class, or the index of the right continuation; None if unknown.
+        relevant: the marked spans of characters, for each annotator.
+        continuations: the texts that a language model chooses among, including the space in front if there is one.
+        id: id of the example in its source.
+        group: name of the group by which tables may be split.
 
     Raises:
         CallError: a span reaches beyond the text, or ends before it begins.
@@ -108,26 +109,27 @@ class TextExample:
     group: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse spans that are none of the text."""
+        """Refuse spans that do not lie within the text."""
         for start, end in (span for spans in self.relevant for span in spans):
             if not 0 <= start <= end <= len(self.text):
                 raise CallError(
-                    f"span {start} to {end} of example {self.id or '(without id)'} is none of its text, which has "
+                    f"span {start} to {end} of example {self.id or '(without id)'} does not lie within its text of "
                     f"{len(self.text)} characters; expected 0 <= start <= end <= {len(self.text)}"
                 )
 
 
 @dataclass(frozen=True)
 class Task:
-    """Examples of one kind, and how they are spoken of.
+    """Examples of one kind, with the names and bins that reports on them use.
 
     Attributes:
-        name: of the task.
-        examples: of text or of tokens.
-        relevant: what the relevant tokens are, in words.
+        name: name of the task.
+        examples: the examples, as texts or as tokens.
+        relevant: description of the relevant tokens in words.
         classes: names of the classes of a classification; empty for continuations and next tokens.
-        attention_bins, probability_bins: edges of the DTAP table, from 0 to 1.
-        left_out: how many records of the source were left out, by reason.
+        attention_bins: edges of the DTAP table's bins of relevant-token attention, from 0 to 1.
+        probability_bins: edges of the DTAP table's bins of the right answer's probability, from 0 to 1.
+        left_out: reasons for which records of the source were left out, with the number of records for each.
     """
 
     name: str
@@ -140,15 +142,15 @@ class Task:
 
     @property
     def in_tokens(self) -> tuple[Example, ...]:
-        """The examples, once all of them are tokens.
+        """The examples, if all of them are tokens.
 
         Raises:
-            CallError: one is a text, which a tokeniser has to encode first.
+            CallError: an example is a text, which must be encoded first.
         """
         encoded = tuple(example for example in self.examples if isinstance(example, Example))
         if len(encoded) < len(self.examples):
             raise CallError(
                 f"{len(self.examples) - len(encoded)} of {len(self.examples)} examples of {self.name} are texts; "
-                f"expected tokens: use encode_task with the model's tokeniser"
+                "expected tokens, so use encode_task with the model's tokenizer first"
             )
         return encoded

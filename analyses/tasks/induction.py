@@ -1,4 +1,4 @@
-"""Repeated random tokens, whose next token an induction head finds behind the earlier occurrence of the current one."""
+"""Repeated random tokens: an induction head finds the next token behind an earlier occurrence of the current one."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,18 +20,19 @@ def induction(
     repeats: int = 2,
     first: int | None = None,
 ) -> Task:
-    """Return a block of random tokens that is repeated, cut off at a random place of its last repeat.
+    """Return sequences in which a block of random tokens is repeated and cut off within its last repeat.
 
-    Relevant are the tokens behind earlier occurrences of the last token. Each is the token to predict, which is the
-    label, among the whole vocabulary. Within a block no token occurs twice, so that nothing else tells the next one.
+    The relevant tokens are those that follow earlier occurrences of the last token. They equal the label, the next
+    token, which is to be predicted among the whole vocabulary. Within a block no token occurs twice, so that nothing
+    else determines the next token.
 
     Args:
-        limit: number of sequences; 200 by default.
-        seed: of the draw.
-        vocabulary: the ids to draw from, or the size of the vocabulary, whose special tokens are then drawn as well.
-        length: tokens in the block.
-        repeats: how often it comes, the last time cut off; at least 2.
-        first: an id to put in front, such as that of a model's beginning-of-text token; it counts as special.
+        limit: number of sequences; None gives 200.
+        seed: seed of the draw.
+        vocabulary: the ids to draw from, or the size of the vocabulary, in which case special tokens are drawn too.
+        length: number of tokens in the block.
+        repeats: number of times that the block occurs, including the last, incomplete time; at least 2.
+        first: an id to put in front, such as that of the model's beginning-of-text token. It is special.
 
     Raises:
         CallError: a number is too small, or the vocabulary has fewer than `length` ids.
@@ -41,7 +42,7 @@ def induction(
         raise CallError(f"length and repeats must be at least 2; got length {length}, repeats {repeats}")
     if len(ids) < length:
         raise CallError(
-            f"a block of {length} tokens, no two the same, needs as many ids; the vocabulary has {len(ids)}"
+            f"a block of {length} different tokens needs at least as many ids; the vocabulary has {len(ids)}"
         )
     task = Task(
         name="induction", examples=(), relevant="the tokens that followed earlier occurrences of the current token"
@@ -58,9 +59,9 @@ def _examples(
         block = generator.choice(ids, size=length, replace=False).tolist()
         current = int(generator.integers(length))
         tokens = (block * repeats)[: length * (repeats - 1) + current + 1]
-        # At the end of the block the token that follows is the first of the next one.
+        # At the end of a block, the following token is the first one of the next block.
         after = {current + 1 + length * earlier for earlier in range(repeats - 1)}
-        relevant = (False,) * len(in_front) + tuple(place in after for place in range(len(tokens)))
+        relevant = (False,) * len(in_front) + tuple(position in after for position in range(len(tokens)))
         yield Example(
             tokens=(*in_front, *tokens),
             label=block[(current + 1) % length],

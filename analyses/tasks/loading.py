@@ -1,4 +1,4 @@
-"""Tasks by their names."""
+"""The tasks by name."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .lines import lines
 from .squad import squad
 from .synthetic import fifty_token, population
 
-#: What makes each task; those that take `data` read it, the others make examples.
+#: The function that makes each task. Functions with a parameter `data` read data; the others generate examples.
 TASKS: dict[str, Callable[..., Task]] = {
     "fifty-token": fifty_token,
     "population": population,
@@ -37,31 +37,35 @@ def load_task(
     seed: int = 0,
     **options: Any,
 ) -> Task:
-    """Return a task's examples.
+    """Load the examples of a task.
 
     Args:
-        name: fifty-token, population, induction; agreement (made here without data); or hatexplain, eraser, squad and
-            lines, which need data.
-        data: a path, an address of fsspec, or for hatexplain, squad and lines the id of a data set on the hub.
-        split: of the data.
-        limit: so many examples: those made, or those drawn of the data.
-        seed: of what is drawn.
-        options: of the task; see its function.
+        name: name of the task in TASKS. fifty-token, population and induction generate examples; agreement, the
+            subject-verb agreement task, generates them unless data are given; hatexplain,
+            eraser, squad and lines need data.
+        data: a local path or an fsspec address; for hatexplain, squad and lines also the id of a data set on the hub.
+        split: name of the split of the data; None for all.
+        limit: maximum number of examples, generated or sampled with `seed`; None for all, or for the task's default.
+        seed: seed of the draws.
+        options: further options of the task; see its function.
+
+    Returns:
+        The task with its examples: token ids for the generated synthetic tasks, texts for the others.
 
     Raises:
-        CallError: the name or an option is unknown, or data are missing or not needed.
+        CallError: the name or an option is unknown, data are missing, or the task takes no data.
         QkovError: the data cannot be read.
     """
     if name not in TASKS:
-        raise CallError(f"there is no task {name!r}; known are {', '.join(TASKS)}")
+        raise CallError(f"there is no task {name!r}; the known tasks are {', '.join(TASKS)}")
     source = TASKS[name]
     parameters = inspect.signature(source).parameters
     if "data" not in parameters:
         if data is not None or split is not None:
-            raise CallError(f"task {name} makes its examples, and takes neither data nor split")
+            raise CallError(f"task {name} generates its examples and takes neither data nor a split")
         return source(limit, seed, **checked_options(name, source, options))
     if data is None and parameters["data"].default is inspect.Parameter.empty:
-        raise CallError(f"task {name} needs data: a path, an address or the id of a data set")
+        raise CallError(f"task {name} needs data; give a path, an address or the id of a data set")
     if name != "agreement":
         checked_options(name, source, options)
     return source(data, split, limit, seed, **options)

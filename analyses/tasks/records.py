@@ -1,4 +1,4 @@
-"""What task sources read: files wherever they lie, and data sets that the `datasets` library knows."""
+"""Records of task data: from local or remote files, and from data sets that the `datasets` library can load."""
 
 import json
 import re
@@ -12,30 +12,35 @@ from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace, Place
 
 _HUB_ID = re.compile(r"\w[\w.\-]*(?:/[\w.\-]+)?(?:@\S+)?")
-#: Endings of files; a name with one of them was not meant for the hub.
+# A name with one of these endings is meant as a file, not as the id of a data set on the hub.
 _FILE = re.compile(r"\.(csv|gold|gz|jsonl?|parquet|text|tsv|txt|zip)$")
 
 
 def data_place(data: Path | str) -> Place | None:
-    """Return where data lie: a path here or an address that fsspec knows; None for the id of a data set on the hub."""
+    """Return the place of data at a local path or an fsspec address, or None for the id of a data set on the hub."""
     if isinstance(data, Path) or "://" in data:
         return place_of(data)
     path = Path(data)
     if path.exists() or not _HUB_ID.fullmatch(data) or _FILE.search(data):
         return LocalPlace(path)
-    # A mistyped path in a folder that is there was not meant for the hub.
+    # A path in an existing folder was mistyped, and is not meant as a hub id.
     return LocalPlace(path) if len(path.parts) > 1 and Path(path.parts[0]).is_dir() else None
 
 
 def files_in(place: Place, endings: Sequence[str], split: str | None) -> list[Place]:
-    """Return a file itself, or the files of a folder that end so and, where a split is given, begin with its name.
+    """Return the file at a place, or the files of a folder that have one of the endings and belong to the split.
+
+    Args:
+        place: a file or a folder.
+        endings: endings of the file names in a folder, such as `.json`.
+        split: name of the split, with which a file name must begin; None for all files.
 
     Raises:
-        CallError: there is none, or a split is asked of a single file.
+        CallError: there is no such file, or a split was requested from a single file.
     """
     if not place.is_folder():
         if split is not None:
-            raise CallError(f"{place} is one file, so that no split {split!r} can be picked: leave the split out")
+            raise CallError(f"{place} is a single file, so split {split!r} cannot be selected; leave the split out")
         if not place.is_file():
             raise CallError(f"{place} does not exist: expected a file or a folder with {' or '.join(endings)} files")
         return [place]
@@ -44,46 +49,46 @@ def files_in(place: Place, endings: Sequence[str], split: str | None) -> list[Pl
     if not of_split:
         names = ", ".join(file.name for file in files) or "none"
         wanted = f"{split} with " if split is not None else ""
-        raise CallError(f"{place} has no file {wanted}ending in {' or '.join(endings)}; such files there: {names}")
+        raise CallError(f"{place} has no file {wanted}ending in {' or '.join(endings)}; it has these: {names}")
     return of_split
 
 
 def read_text(place: Place) -> str:
-    """Return the text of a file in UTF-8.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        QkovError: it cannot be read, or is in another encoding.
+        QkovError: the file cannot be read, or is not UTF-8.
     """
     try:
         return place.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise QkovError(f"{place} is not text in UTF-8 ({reason(error)}): convert it") from error
+        raise QkovError(f"{place} is not UTF-8 text ({reason(error)}); convert it to UTF-8") from error
 
 
 def read_json(place: Place) -> Any:
-    """Return what a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
-        QkovError: it cannot be read, or is no JSON.
+        QkovError: the file cannot be read, or is not JSON.
     """
     try:
         return json.loads(read_text(place))
     except json.JSONDecodeError as error:
-        raise QkovError(f"{place} is not JSON ({reason(error)}): is it cut short?") from error
+        raise QkovError(f"{place} is not JSON ({reason(error)}); check whether the file is truncated") from error
 
 
 def read_records(place: Place) -> list[dict[str, Any]]:
-    """Return the records of a file: one JSON object a line, or a JSON list of them.
+    """Return the records of a file: one JSON object per line, or a JSON list of objects.
 
     Raises:
-        QkovError: it cannot be read; a line, which is named, is no JSON object.
+        QkovError: the file cannot be read, or a line or entry is not a JSON object; the message names it.
     """
     text = read_text(place)
     if text.lstrip().startswith("["):
         records = read_json(place)
         lines = [f"entry {number}" for number in range(len(records))]
     else:
-        # Not splitlines, which breaks at characters that JSON may hold.
+        # splitlines would also split at characters that JSON strings may contain.
         numbered = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         lines = [f"line {number}" for number, _ in numbered]
         records = [_parsed(place, number, line) for number, line in numbered]
@@ -94,27 +99,27 @@ def read_records(place: Place) -> list[dict[str, Any]]:
 
 
 def hub_rows(data: Path | str, split: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a data set by `datasets`: of one split, or of all.
+    """Yield the rows of one split, or of all splits, of a data set that the `datasets` library loads.
 
     Args:
-        data: `name` or `organisation/name` on the hub, each also with `@revision`; or a folder with files that
+        data: `name` or `organization/name` on the hub, optionally followed by `@revision`; or a folder with files that
             `datasets` reads, such as Parquet or JSON lines.
-        split: such as `validation`; None for all.
+        split: name of the split, such as `validation`; None for all splits.
 
     Raises:
-        QkovError: it cannot be loaded.
+        QkovError: the data set cannot be loaded.
     """
     import datasets
 
     name, _, revision = str(data).partition("@") if not Path(data).exists() else (str(data), "", "")
     try:
         loaded: Any = datasets.load_dataset(name, split=split, revision=revision or None)
-    except Exception as error:  # of many kinds, by what is missing
+    except Exception as error:  # datasets raises many kinds of exceptions
         raise QkovError(
-            f"{data} is no path here, and datasets cannot load it ({reason(error)}): check the name, the split and the "
-            f"connection, or download it and give the path"
+            f"{data} is not an existing path, and datasets cannot load it ({reason(error)}); check the name, the split "
+            f"and the connection, or download the data set and give its path"
             if not Path(data).exists()
-            else f"datasets cannot load {data} ({reason(error)}): check its files and the split"
+            else f"datasets cannot load {data} ({reason(error)}); check its files and the split"
         ) from error
     yield from loaded if split is not None else chain.from_iterable(loaded.values())
 
@@ -122,8 +127,13 @@ def hub_rows(data: Path | str, split: str | None) -> Iterator[dict[str, Any]]:
 def field(record: dict[str, Any], name: str, where: object) -> Any:
     """Return a field of a record.
 
+    Args:
+        record: the record.
+        name: name of the field.
+        where: source of the record, for the message.
+
     Raises:
-        QkovError: it has none of that name; the message lists those it has.
+        QkovError: the record has no such field; the message lists its fields.
     """
     if name not in record:
         raise QkovError(f"a record of {where} has no field {name!r}; its fields are {', '.join(map(str, record))}")
@@ -134,4 +144,6 @@ def _parsed(place: Place, number: int, line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise QkovError(f"line {number} of {place} is not JSON ({reason(error)}): is the file cut short?") from error
+        raise QkovError(
+            f"line {number} of {place} is not JSON ({reason(error)}); check whether the file is truncated"
+        ) from error

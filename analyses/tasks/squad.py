@@ -1,4 +1,4 @@
-"""SQuAD (Rajpurkar et al. 2016, 2018): questions whose answers stand in a paragraph."""
+"""SQuAD (Rajpurkar et al. 2016, 2018): questions whose answers are spans of a paragraph."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,12 +7,13 @@ from typing import Any
 
 from ...circuits.errors import CallError, QkovError
 from ...circuits.storage.places import Place
-from .collecting import Found, LeftOut, collected
+from .collecting import LeftOut, SourceItem, collected
 from .example import Task, TextExample
 from .records import data_place, field, files_in, hub_rows, read_json
 
-#: As in the paper.
+#: The prompt of "Faster Query-Key Learning Sharpens Attention".
 PROMPT = "Q: {question} C: {context} A:"
+#: Edges of the DTAP table for SQuAD in that paper.
 SQUAD_BINS = (0.0, 0.05, 0.1, 0.5, 1.0)
 
 
@@ -24,22 +25,27 @@ def squad(
     *,
     prompt: str = PROMPT,
 ) -> Task:
-    """Return prompts with the answer as their continuation; relevant is each annotator's answer in the context.
+    """Return prompts with the answer as their continuation; the relevant tokens are each annotator's answer.
 
-    The continuation is the answer that most annotators gave, of several the first. With `next_token` at the encoding
-    its first token is to be predicted among all, as in the paper. Left out and counted: questions that cannot be
-    answered from their paragraph, answers that are not at the offset given, and questions with no other answer.
+    The continuation is the answer that most annotators gave, or the first such answer if there are several. If the
+    examples are encoded with `next_token`, its first token is to be predicted among the whole vocabulary, as in "Faster
+    Query-Key Learning Sharpens Attention". Questions that cannot be answered from their paragraph, answers that are not
+    at their offset, and questions without any other answer are left out and counted.
 
     Args:
-        data: a JSON file of version 1.1 or 2, or a folder of such; or what `datasets` loads, such as a hub id.
-        split: the folder's file that begins so, such as `dev`; as `datasets` names it where that reads it.
-        limit: keep so many questions.
-        seed: of the draw of those.
-        prompt: with {question} and {context}, each once.
+        data: a JSON file of version 1.1 or 2, or a folder of such files; or data that `datasets` loads, such as a hub
+            id.
+        split: the beginning of a file name in the folder, such as `dev`; or the split's name in `datasets`. None for
+            all.
+        limit: maximum number of questions, sampled with `seed`; None for all.
+        seed: seed of the sample.
+        prompt: the prompt, with {question} and {context} once each.
 
     Raises:
         CallError: there are no such files, or the prompt lacks a part.
-        QkovError: a file cannot be read, or is not as said.
+        QkovError: a file cannot be read, or is not in the expected format.
+
+    Source: Rajpurkar et al. 2016 (version 1.1) and 2018 (version 2).
     """
     if any(prompt.count(part) != 1 for part in ("{question}", "{context}")):
         raise CallError(f"prompt must have {{question}} and {{context}} once each; got {prompt!r}")
@@ -55,7 +61,7 @@ def squad(
         rows = hub_rows(data, split)
     else:
         rows = (row for file in files_in(place, (".json",), split) for row in _questions(file))
-    return collected(task, (found for row in rows for found in _examples(row, prompt, data)), limit, seed)
+    return collected(task, (item for row in rows for item in _examples(row, prompt, data)), limit, seed)
 
 
 def _questions(file: Place) -> Iterator[dict[str, Any]]:
@@ -66,13 +72,13 @@ def _questions(file: Place) -> Iterator[dict[str, Any]]:
                     yield {**question, "context": paragraph["context"]}
     except (KeyError, TypeError) as error:
         raise QkovError(
-            f"{file} is not in the format of SQuAD ({error!r}): expected data[].paragraphs[].{{context, qas[]}}"
+            f"{file} is not in the format of SQuAD ({error!r}); expected data[].paragraphs[].{{context, qas[]}}"
         ) from error
 
 
-def _examples(row: dict[str, Any], prompt: str, data: Path | str) -> Iterator[Found]:
+def _examples(row: dict[str, Any], prompt: str, data: Path | str) -> Iterator[SourceItem]:
     answers = field(row, "answers", data)
-    # datasets gives columns, the file objects.
+    # The file contains one object per answer; datasets gives columns.
     if isinstance(answers, dict):
         answers = [
             {"text": text, "answer_start": start}
@@ -82,22 +88,22 @@ def _examples(row: dict[str, Any], prompt: str, data: Path | str) -> Iterator[Fo
         yield LeftOut("that cannot be answered")
         return
     context, question = str(field(row, "context", data)), str(field(row, "question", data))
-    found = []
+    located = []
     for answer in answers:
         text, start = field(answer, "text", data), field(answer, "answer_start", data)
         if text and start >= 0 and context[start : start + len(text)] == text:
-            found.append((text, start))
+            located.append((text, start))
         else:
             yield LeftOut("answers that are not at their offset")
-    if not found:
+    if not located:
         yield LeftOut("without an answer at its offset")
         return
     before, after = (part.replace("{question}", question) for part in prompt.split("{context}"))
-    most = Counter(text for text, _ in found).most_common(1)[0][0]
+    most = Counter(text for text, _ in located).most_common(1)[0][0]
     yield TextExample(
         text=before + context + after,
         label=0,
-        relevant=tuple(((len(before) + start, len(before) + start + len(text)),) for text, start in found),
+        relevant=tuple(((len(before) + start, len(before) + start + len(text)),) for text, start in located),
         continuations=(f" {most}",),
         id=str(row.get("id", "")),
     )

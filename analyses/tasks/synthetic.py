@@ -1,4 +1,4 @@
-"""The paper's synthetic tasks as examples: tokens of a small vocabulary, read at the query token, which comes last."""
+"""The paper's synthetic tasks as examples: tokens of a small vocabulary, with the query token last."""
 
 from collections.abc import Iterator
 
@@ -18,18 +18,20 @@ _SIZE = 1000
 
 
 def fifty_token(limit: int | None = None, seed: int = 0, *, context_length: int = 62) -> Task:
-    """Return sequences of the paper's 50-token task; relevant are the distinct tokens of the class in the context.
+    """Return sequences of the paper's 50-token task.
 
-    The last token is the query, which names the class by itself. It is no relevant token, and counts as special: the
-    prediction is read there, so that it cannot be removed.
+    The relevant tokens are the distinct tokens of the class in the context. The last token is the query, which names
+    the class by itself. It is not relevant, and it is special: the prediction is read there, so it cannot be removed.
 
     Args:
-        limit: number of sequences; 1,000 by default.
-        seed: of the draw.
-        context_length: sampled tokens before the query; 62 in the paper.
+        limit: number of sequences; None gives 1,000.
+        seed: seed of the draw.
+        context_length: number of sampled tokens before the query; 62 in the paper.
 
     Raises:
         CallError: a number is below 1.
+
+    Source: the 50-token experiments of "Faster Query-Key Learning Sharpens Attention".
     """
     task = Task(
         name="fifty-token",
@@ -56,17 +58,23 @@ def population(
 ) -> Task:
     """Return the sequences of the paper's exact population, or sequences drawn from the same distribution.
 
-    Relevant are the m tokens of the class in the context. The last token is the query, which is not among the keys in
-    the paper; it is no relevant token, and counts as special.
+    The relevant tokens are the m tokens of the class in the context. The last token is the query, which is not among
+    the keys in the paper. It is not relevant, and it is special.
 
     Args:
-        limit: number of sequences; by default all of the exact population, or 1,000 drawn ones.
-        seed: of the draw.
-        M, b, m, n, query: as of `Setting`.
-        sampled: draw sequences rather than take the exact population.
+        limit: number of sequences; None gives all of the exact population, or 1,000 drawn sequences.
+        seed: seed of the draw.
+        M: number of classes.
+        b: number of class tokens per class.
+        m: number of tokens of the class in a sequence.
+        n: number of background tokens in a sequence.
+        query: "token" or "class", as in `Setting`.
+        sampled: whether to draw sequences instead of using the exact population.
 
     Raises:
         CallError: `Setting` refuses the numbers, or n is odd.
+
+    Source: the setting of "Faster Query-Key Learning Sharpens Attention"; see docs/theory, model and data.
     """
     setting = Setting(M=M, b=b, m=m, n=n, query=query)
     task = Task(
@@ -84,7 +92,7 @@ def population(
 
 
 def _spelled_out(sequences: Sequences) -> Iterator[Example]:
-    """Sequences of counts as tokens, in the order of the vocabulary, and then the query."""
+    """Yield sequences of counts as tokens in the order of the vocabulary, followed by the query."""
     for counts, query, label, relevant in zip(
         sequences.counts, sequences.query, sequences.label, sequences.relevant, strict=True
     ):

@@ -1,4 +1,4 @@
-"""Words and masks over them as a text and spans of its characters."""
+"""Words and masks over words, as a text and character spans in it."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from .example import Span
 
 
 def text_of_words(words: Sequence[str]) -> tuple[str, tuple[Span, ...]]:
-    """Join words with single spaces; return the text, and where in it each word stands."""
+    """Join words with single spaces; return the text and the character span of each word."""
     spans, start = [], 0
     for word in words:
         spans.append((start, start + len(word)))
@@ -16,13 +16,17 @@ def text_of_words(words: Sequence[str]) -> tuple[str, tuple[Span, ...]]:
 
 
 def marked_spans(spans: Sequence[Span], mask: Sequence[int | bool]) -> tuple[Span, ...]:
-    """Return the spans of the words that a mask marks with 1.
+    """Return the spans of the words that a relevance mask marks with 1.
+
+    Args:
+        spans: the span of each word.
+        mask: 0 or 1 for each word.
 
     Raises:
-        CallError: the mask is not as long as the words, or holds something other than 0 and 1.
+        CallError: the mask does not have one entry for each word, or contains a value other than 0 and 1.
     """
     if len(mask) != len(spans):
-        raise CallError(f"expected a mask with one entry for each of {len(spans)} words; got {len(mask)} entries")
+        raise CallError(f"expected a mask with one entry for each of the {len(spans)} words; got {len(mask)} entries")
     if not all(entry in (0, 1) for entry in mask):
-        raise CallError(f"expected a mask of 0 and 1; got {next(entry for entry in mask if entry not in (0, 1))!r}")
+        raise CallError(f"expected a mask of 0s and 1s; got {next(entry for entry in mask if entry not in (0, 1))!r}")
     return tuple(span for span, entry in zip(spans, mask, strict=True) if entry)

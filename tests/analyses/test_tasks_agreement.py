@@ -91,11 +91,11 @@ def test_the_number_of_different_sentences_is_that_of_all_draws():
     nouns, people, frames = len(PEOPLE) + len(THINGS), len(PEOPLE), 2 * len(VERBS)
     prepositional = frames * nouns * (nouns - 1) * len(PREPOSITIONS)
     relative = frames * people * (nouns - 1) * len(CLAUSE_VERBS)
-    with pytest.raises(CallError, match=f"and {prepositional} different"):
+    with pytest.raises(CallError, match=f"only {prepositional} different"):
         agreement_sentences(prepositional + 1, attractors=(1,), phrase="prepositional")
-    with pytest.raises(CallError, match=f"and {relative} different"):
+    with pytest.raises(CallError, match=f"only {relative} different"):
         agreement_sentences(relative + 1, attractors=(1,), phrase="relative")
-    with pytest.raises(CallError, match=f"and {prepositional + relative} different"):
+    with pytest.raises(CallError, match=f"only {prepositional + relative} different"):
         agreement_sentences(prepositional + relative + 1, attractors=(1,))
 
 
@@ -136,7 +136,7 @@ def test_of_a_pair_the_word_that_differs_is_relevant(tmp_path):
     ]
     assert [example.group for example in texts(task)] == ["plural_singular", "singular_singular", "singular_plural"]
     assert dict(task.left_out) == {
-        "that came before": 1,
+        "that repeat an earlier one": 1,
         "whose two beginnings do not differ in exactly one word": 3,
     }
     as_list = tmp_path / "pairs.json"
@@ -286,17 +286,17 @@ def test_a_file_may_say_where_the_subjects_are(tmp_path):
     task = load_task("agreement", tmp_path / "a.text", subjects=tmp_path / "a.subjects")
     assert dict(task.left_out)["whose subject is not before its verb"] == 1
     (tmp_path / "a.subjects").write_text("5\n")
-    with pytest.raises(QkovError, match=r"1 lines and .*5; expected as many"):
+    with pytest.raises(QkovError, match=r"1 lines and .*5; expected equal numbers"):
         load_task("agreement", tmp_path / "a.text", subjects=tmp_path / "a.subjects")
 
 
 def test_lines_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(QkovError, match=r"line 2 of .*a.gold is 'x'"):
         load_task("agreement", lines_files(tmp_path, "the key is\nthe key is\n", "2\tis\tare\t0\nx\n"))
-    with pytest.raises(QkovError, match=r"1 lines and .*2; expected as many"):
+    with pytest.raises(QkovError, match=r"1 lines and .*2; expected equal numbers"):
         load_task("agreement", lines_files(tmp_path, "the key is\nthe key is\n", "2\tis\tare\t0\n"))
     lines_files(tmp_path, TEXT, GOLD, "b")
-    with pytest.raises(CallError, match="pick one as the split, of a, b"):
+    with pytest.raises(CallError, match="choose one of a, b as the split"):
         load_task("agreement", tmp_path)
     assert len(load_task("agreement", tmp_path, split="b").examples) == 2
     (tmp_path / "b.gold").unlink()
@@ -357,7 +357,7 @@ def test_a_plural_that_is_not_certain_is_none():
 def test_data_in_no_known_format_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("x")
     for data in (tmp_path, tmp_path / "a.csv", "some/where"):
-        with pytest.raises(CallError, match=r"expected one of \.tsv"):
+        with pytest.raises(CallError, match=r"expected files that end in one of \.tsv"):
             load_task("agreement", data)
     with pytest.raises(CallError, match="no split 'dev'"):
         load_task("agreement", split="dev")

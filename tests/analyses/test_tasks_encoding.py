@@ -201,9 +201,9 @@ def test_words_are_joined_exactly():
 
 
 def test_masks_over_words_must_fit():
-    with pytest.raises(CallError, match="2 words; got 3"):
+    with pytest.raises(CallError, match="the 2 words; got 3"):
         marked_spans([(0, 1), (2, 3)], [1, 0, 0])
-    with pytest.raises(CallError, match="0 and 1; got 2"):
+    with pytest.raises(CallError, match="0s and 1s; got 2"):
         marked_spans([(0, 1)], [2])
 
 
@@ -249,7 +249,7 @@ def test_a_prompt_is_cut_from_the_left_and_leaves_room_for_its_continuation(byte
 
 
 def test_a_context_without_room_is_refused(word_piece):
-    with pytest.raises(CallError, match="expected at least 3"):
+    with pytest.raises(CallError, match="expected room for at least 3"):
         encode([TextExample(text="the key")], word_piece, context=2)
 
 
@@ -272,7 +272,7 @@ def test_a_continuation_inside_a_token_is_refused(word_piece, unigram):
     inside = TextExample(text="the k", label=0, continuations=("ey",), id="k")
     # More tokens than the text has, whose last one is no longer there.
     longer = TextExample(text="the k", label=0, continuations=("ey are",))
-    with pytest.raises(CallError, match="does not begin at a token's border"):
+    with pytest.raises(CallError, match="does not begin at a token boundary"):
         encode([longer], word_piece)
     with pytest.raises(CallError, match="example k cannot be encoded"):
         encode([inside], unigram)
@@ -323,7 +323,7 @@ def test_texts_without_tokens_are_left_out_and_counted(word_piece):
         _ = task.in_tokens
     assert made.left_out == (("without tokens", 1),)
     assert made.classes == ("a",)
-    with pytest.raises(CallError, match="no examples: left out were 1 without tokens"):
+    with pytest.raises(CallError, match="no examples; left out: 1 without tokens"):
         encode_task(Task(name="t", examples=task.examples[:1], relevant="none"), word_piece)
 
 

@@ -53,7 +53,7 @@ def test_posts_have_the_label_of_the_majority_and_a_mask_an_annotator(folder):
     assert dict(task.left_out) == {
         "whose label is undecided": 1,
         "without words": 1,
-        "rationales of another length than their post, which stays": 3,
+        "rationales whose length differs from their post's, which stays": 3,
     }
     assert task.attention_bins == (0.0, 0.33, 0.66, 1.0)
 
@@ -129,7 +129,9 @@ def test_rows_that_datasets_reads_give_the_same(folder, tmp_path, monkeypatch):
 
 def test_a_hub_id_without_the_hub_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(QkovError, match="some/hatexplain@main is no path here, and datasets cannot load it") as caught:
+    with pytest.raises(
+        QkovError, match="some/hatexplain@main is not an existing path, and datasets cannot load it"
+    ) as caught:
         load_task("hatexplain", "some/hatexplain@main", split="train")
     assert "\n" not in str(caught.value)
 
@@ -145,7 +147,7 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(data, tmp_path, monkeypatch):
 def test_files_that_are_not_as_said_are_refused(tmp_path):
     path = tmp_path / "dataset.json"
     for content, match in (
-        ("[1]", "holds a list"),
+        ("[1]", "contains a list"),
         ('{"a": {"post_tokens": ["x"]}}', "no field 'annotators'"),
         (json.dumps({"a": post("a", ("good",) * 3, [], ["x"])}), "label 'good'; expected one of hatespeech"),
         (json.dumps({"a": post("a", ("normal",) * 3, [[2]], ["x"])}), r"post a of .* rationale \[2\]"),
@@ -155,7 +157,7 @@ def test_files_that_are_not_as_said_are_refused(tmp_path):
         with pytest.raises(QkovError, match=match):
             load_task("hatexplain", tmp_path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(QkovError, match="not text in UTF-8"):
+    with pytest.raises(QkovError, match="not UTF-8 text"):
         load_task("hatexplain", tmp_path)
 
 
@@ -210,7 +212,9 @@ def test_documents_of_the_eraser_layout_stay_in_their_folder(eraser_folder):
         (eraser_folder / "test.jsonl").write_text(
             json.dumps({"annotation_id": name, "classification": "x", "evidences": []})
         )
-        with pytest.raises(QkovError, match=r"expected a file of docs/|does not exist, though an annotation names it"):
+        with pytest.raises(
+            QkovError, match=r"expected a file in docs/|does not exist, although an annotation names it"
+        ):
             load_task("eraser", eraser_folder, split="test")
 
 
@@ -218,5 +222,5 @@ def test_a_folder_of_another_layout_is_refused(tmp_path):
     with pytest.raises(CallError, match="not in the ERASER layout"):
         load_task("eraser", tmp_path)
     (tmp_path / "docs").mkdir()
-    with pytest.raises(CallError, match=r"no file ending in .jsonl; such files there: none"):
+    with pytest.raises(CallError, match=r"no file ending in .jsonl; it has these: none"):
         load_task("eraser", tmp_path)

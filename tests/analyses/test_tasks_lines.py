@@ -84,7 +84,7 @@ def test_rows_that_datasets_reads(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("record", "match"),
     [
-        ({"tokens": ["a"], "relevant": [1, 0]}, "record 2 of .* 1 words; got 2 entries"),
+        ({"tokens": ["a"], "relevant": [1, 0]}, "record 2 of .* the 1 words; got 2 entries"),
         ({"tokens": [1], "relevant": [1, 0]}, "record 2 of .* length 2"),
         ({"text": "a", "relevant": [[0, 2]]}, "record 2 of .* 1 characters"),
         ({"text": "a", "relevant": [[0, 1, 2]]}, "record 2 of "),
@@ -92,7 +92,7 @@ def test_rows_that_datasets_reads(tmp_path, monkeypatch):
         ({"text": 3}, "record 2 of "),
         ({"tokens": ["a", 1]}, "record 2 of "),
         ({"words": ["a"]}, "no field 'tokens'; its fields are words"),
-        ({"text": "a", "label": 0}, "its label is 0, those of other records are names"),
+        ({"text": "a", "label": 0}, "its label is 0, but the labels of other records are names"),
         ([1], "line 2 of .* expected a JSON object"),
     ],
 )

@@ -100,11 +100,11 @@ def test_files_that_are_not_as_said_are_refused(folder):
     (folder / "dev-v2.0.json").write_text('{"data": [{"paragraphs": [{"qas": [{}]}]}]}')
     with pytest.raises(QkovError, match="not in the format of SQuAD"):
         load_task("squad", folder, split="dev")
-    with pytest.raises(CallError, match=r"no file test with ending in .json; such files there: dev-v2.0.json, train"):
+    with pytest.raises(CallError, match=r"no file test with ending in .json; it has these: dev-v2.0.json, train"):
         load_task("squad", folder, split="test")
     with pytest.raises(CallError, match="squad has no examples"):
         load_task("squad", folder, split="train")
-    with pytest.raises(CallError, match="one file, so that no split 'dev'"):
+    with pytest.raises(CallError, match="single file, so split 'dev' cannot be selected"):
         load_task("squad", folder / "dev-v2.0.json", split="dev")
 
 

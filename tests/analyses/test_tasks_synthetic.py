@@ -106,14 +106,17 @@ def test_induction_is_the_same_for_a_seed_and_takes_the_size_of_a_vocabulary():
 
 def test_calls_that_make_no_sense_are_refused():
     for call, match in (
-        (lambda: load_task("squat"), "no task 'squat'; known are fifty-token, population, induction, agreement"),
-        (lambda: load_task("fifty-token", data="x"), "takes neither data nor split"),
-        (lambda: load_task("fifty-token", split="x"), "takes neither data nor split"),
+        (
+            lambda: load_task("squat"),
+            "no task 'squat'; the known tasks are fifty-token, population, induction, agreement",
+        ),
+        (lambda: load_task("fifty-token", data="x"), "takes neither data nor a split"),
+        (lambda: load_task("fifty-token", split="x"), "takes neither data nor a split"),
         (lambda: load_task("fifty-token", limit=0), "limit must be at least 1"),
         (lambda: load_task("fifty-token", context_length=0), "at least 1"),
         (lambda: load_task("fifty-token", length=3), "no option length; its options here: context_length"),
         (lambda: load_task("induction"), "needs the option vocabulary"),
-        (lambda: load_task("induction", vocabulary=10), "20 tokens, no two the same"),
+        (lambda: load_task("induction", vocabulary=10), "20 different tokens"),
         (lambda: load_task("induction", vocabulary=10, length=1), "at least 2"),
         (lambda: load_task("population", n=3), "n = 4"),
         (lambda: load_task("population", limit=0), "limit must be at least 1"),

@@ -203,7 +203,7 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "said", "status"),
     [
-        (["gpt2", "riddles"], "there is no task 'riddles'; known are fifty-token, population", 2),
+        (["gpt2", "riddles"], "there is no task 'riddles'; the known tasks are fifty-token, population", 2),
         (["gpt2", "squad"], "task squad needs data", 2),
         (["gpt2", "agreement", "--data", "missing.json"], "missing.json does not exist", 2),
         (["gpt2", "lines", "--data", "lines.jsonl"], "predicts tokens, and lines has classes (bad, good)", 2),

@@ -1,1 +1,1 @@
-"""Subject-verb agreement: generated sentences, published minimal pairs and parsed corpora."""
+"""The subject-verb agreement task: generated sentences, published minimal pairs and parsed corpora."""

@@ -1,11 +1,11 @@
-"""Agreement in the line-aligned files NAME.text and NAME.gold of Gulordava et al. (2018)."""
+"""Subject-verb agreement in the line-aligned files NAME.text and NAME.gold of Gulordava et al. (2018)."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from ....circuits.errors import CallError, QkovError
 from ....circuits.storage.places import Place
-from ..collecting import Found, LeftOut, collected
+from ..collecting import LeftOut, SourceItem, collected
 from ..example import Task
 from ..records import data_place, files_in, read_text
 from .sentences import Forms, agreement_example, agreement_task
@@ -23,49 +23,52 @@ def agreement_lines(
 ) -> Task:
     """Return the sentences up to their verb, with the right and the wrong form as continuations.
 
-    The files do not say where the subject is, so that the examples have no relevant tokens, unless a third file says
-    it. Nothing is guessed. The group is the number of attractors.
+    The files do not contain the position of the subject, so the examples have no relevant tokens unless a third file
+    gives it. Nothing is guessed. The group is the number of attractors.
 
     Args:
-        data: NAME.text (a sentence a line, words apart by a space) or NAME.gold (a line of position of the verb counted
-            from 0, right form, wrong form, attractors, apart by tabs), with the other one beside it; or their folder.
-        split: NAME, where the folder has several.
-        limit: keep so many examples.
-        seed: of the draw of those.
-        subjects: a file with the position of each sentence's subject, counted from 0, a line; an empty line where it
-            is not known.
+        data: NAME.text (one sentence per line, with words separated by spaces) or NAME.gold (on each line the verb's
+            position counted from 0, the right form, the wrong form and the number of attractors, separated by tabs),
+            with the other file beside it; or the folder of both.
+        split: NAME, if the folder contains several pairs of files.
+        limit: maximum number of examples, sampled with `seed`; None for all.
+        seed: seed of the sample.
+        subjects: a file with the position of each sentence's subject, counted from 0, on one line per sentence; a line
+            is empty if the position is not known.
 
     Raises:
         CallError: there are no such files.
-        QkovError: they have different numbers of lines, or a line is not as said.
+        QkovError: the files have different numbers of lines, or a line is not in the expected format.
+
+    Source: Gulordava et al. 2018.
     """
     place = data_place(data)
     if place is None:
-        raise CallError(f"{data} does not exist: expected a file .text or .gold, or a folder with both")
+        raise CallError(f"{data} does not exist; expected a .text or .gold file, or a folder with both")
     names = [file.name.rpartition(".")[0] for file in files_in(place, (".text", ".gold"), split)]
     folder = place if place.is_folder() else place.parent
     if len(set(names)) > 1 or folder is None:
-        raise CallError(f"{place} has several such files: pick one as the split, of {', '.join(sorted(set(names)))}")
+        raise CallError(f"{place} has several such files; choose one of {', '.join(sorted(set(names)))} as the split")
     task = agreement_task(
         False, "the subject, where its position is given" if subjects else "not known: no subject is given"
     )
-    found = _examples(folder.child(f"{names[0]}.text"), folder.child(f"{names[0]}.gold"), _given(subjects))
-    return collected(task, found, limit, seed)
+    items = _examples(folder.child(f"{names[0]}.text"), folder.child(f"{names[0]}.gold"), _subject_file(subjects))
+    return collected(task, items, limit, seed)
 
 
-def _given(subjects: Path | str | None) -> Place | None:
+def _subject_file(subjects: Path | str | None) -> Place | None:
     place = None if subjects is None else data_place(subjects)
     if subjects is not None and place is None:
-        raise CallError(f"{subjects} does not exist: expected a file with a position a line")
+        raise CallError(f"{subjects} does not exist; expected a file with one position per line")
     return place
 
 
-def _examples(text: Place, gold: Place, subjects: Place | None) -> Iterator[Found]:
+def _examples(text: Place, gold: Place, subjects: Place | None) -> Iterator[SourceItem]:
     sentences, answers = _lines(text), _lines(gold)
     positions = [""] * len(sentences) if subjects is None else _lines(subjects)
     for place, lines in ((gold, answers), (subjects, positions)):
         if len(lines) != len(sentences):
-            raise QkovError(f"{place} has {len(lines)} lines and {text} has {len(sentences)}; expected as many")
+            raise QkovError(f"{place} has {len(lines)} lines and {text} has {len(sentences)}; expected equal numbers")
     for number, (sentence, answer, position) in enumerate(zip(sentences, answers, positions, strict=True), 1):
         where = f"line {number} of {gold}"
         try:
@@ -73,15 +76,15 @@ def _examples(text: Place, gold: Place, subjects: Place | None) -> Iterator[Foun
             at, subject = int(verb), int(position) if position.strip() else None
         except ValueError as error:
             raise QkovError(
-                f"{where} is {answer!r}, its subject {position!r}; expected position, right form, wrong form and "
-                f"attractors, apart by tabs, and the subject's position or nothing"
+                f"{where} is {answer!r} and its subject is {position!r}; expected position, right form, wrong form and "
+                "attractors, separated by tabs, and the subject's position or nothing"
             ) from error
         yield _example(sentence, at, right, wrong, attractors, subject, f"{text.name}:{number}")
 
 
 def _example(
     sentence: str, verb: int, right: str, wrong: str, attractors: str, subject: int | None, name: str
-) -> Found:
+) -> SourceItem:
     words = sentence.removesuffix(_END).rstrip(" ").split(" ")
     if not 0 < verb < len(words) or words[verb].lower() != right.lower():
         return LeftOut("whose verb is not where the gold file says")
@@ -89,7 +92,7 @@ def _example(
         return LeftOut("whose two verb forms are the same")
     if subject is not None and not 0 <= subject < verb:
         return LeftOut("whose subject is not before its verb")
-    # A few forms are capital in the gold file alone.
+    # A few forms are capitalized only in the gold file.
     if words[verb] != right:
         right, wrong = right.lower(), wrong.lower()
     forms = Forms(right, wrong)
@@ -98,5 +101,5 @@ def _example(
 
 def _lines(place: Place) -> list[str]:
     if not place.is_file():
-        raise CallError(f"{place} does not exist: .text and .gold files belong together")
+        raise CallError(f"{place} does not exist; .text and .gold files belong together")
     return read_text(place).removesuffix("\n").split("\n")

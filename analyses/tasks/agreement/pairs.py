@@ -1,4 +1,4 @@
-"""Minimal pairs of agreement: two beginnings of a sentence that differ in one word, and the verb form of each."""
+"""Minimal pairs of subject-verb agreement: two beginnings of a sentence that differ in one word, each with its verb."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from ....circuits.errors import CallError
 from ....circuits.storage.places import Place
-from ..collecting import Found, LeftOut, collected
+from ..collecting import LeftOut, SourceItem, collected
 from ..example import Task, TextExample
 from ..records import data_place, field, files_in, read_records
 from .sentences import agreement_task
@@ -16,17 +16,17 @@ _NOT_ONE_WORD = "whose two beginnings do not differ in exactly one word"
 
 
 def agreement_pairs(data: Path | str, split: str | None = None, limit: int | None = None, seed: int = 0) -> Task:
-    """Return agreement examples from JSON records of clean_prefix, patch_prefix, clean_answer, patch_answer and case.
+    """Return examples from JSON records with clean_prefix, patch_prefix, clean_answer, patch_answer and case.
 
-    Relevant is the one word in which the two beginnings differ, which is what the answer depends on: the subject of
-    the verb, be it the sentence's or that of a relative clause. The group is the case. Records that come again are
-    left out and counted, as are pairs that do not differ in one word.
+    The one word in which the two beginnings differ is relevant, because the answer depends on it: it is the subject of
+    the verb, in the main clause or in a relative clause. The group is the case. Repeated records, and pairs that do not
+    differ in exactly one word, are left out and counted.
 
     Args:
-        data: a file of JSON lines or of a JSON list, or a folder of such files, here or at an address of fsspec.
-        split: the file of the folder, without its ending; None for all.
-        limit: keep so many examples.
-        seed: of the draw of those.
+        data: a file of JSON lines or of a JSON list, or a folder of such files, at a local path or an fsspec address.
+        split: name of a file in the folder, without its ending; None for all.
+        limit: maximum number of examples, sampled with `seed`; None for all.
+        seed: seed of the sample.
 
     Raises:
         CallError: there is no such file.
@@ -34,26 +34,26 @@ def agreement_pairs(data: Path | str, split: str | None = None, limit: int | Non
     """
     place = data_place(data)
     if place is None:
-        raise CallError(f"{data} does not exist: expected a file or a folder of pairs")
+        raise CallError(f"{data} does not exist; expected a file or a folder of pairs")
     files = files_in(place, (".json", ".jsonl"), split)
     task = agreement_task(verb_in_input=False)
     return collected(task, _examples(files), limit, seed)
 
 
-def _examples(files: Sequence[Place]) -> Iterator[Found]:
+def _examples(files: Sequence[Place]) -> Iterator[SourceItem]:
     seen: set[tuple[str, ...]] = set()
     for file in files:
         for number, record in enumerate(read_records(file)):
-            found = _example(record, file, number)
-            if isinstance(found, TextExample):
-                if (found.text, *found.continuations) in seen:
-                    yield LeftOut("that came before")
+            item = _example(record, file, number)
+            if isinstance(item, TextExample):
+                if (item.text, *item.continuations) in seen:
+                    yield LeftOut("that repeat an earlier one")
                     continue
-                seen.add((found.text, *found.continuations))
-            yield found
+                seen.add((item.text, *item.continuations))
+            yield item
 
 
-def _example(record: dict[str, Any], file: Place, number: int) -> Found:
+def _example(record: dict[str, Any], file: Place, number: int) -> SourceItem:
     clean, patch, right, wrong = (
         str(field(record, name, file)) for name in ("clean_prefix", "patch_prefix", "clean_answer", "patch_answer")
     )

@@ -1,4 +1,4 @@
-"""Sentences whose verb agrees with a subject across nouns of the other number, made from the project's own words."""
+"""Generated sentences whose verb agrees with its subject across nouns of the other number."""
 
 from collections.abc import Iterator, Sequence
 from math import perm
@@ -13,7 +13,7 @@ from ..words import text_of_words
 
 
 class Forms(NamedTuple):
-    """A word's two forms."""
+    """The singular and the plural form of a word."""
 
     singular: str
     plural: str
@@ -23,7 +23,7 @@ def _regular(words: str) -> tuple[Forms, ...]:
     return tuple(Forms(word, f"{word}s") for word in words.split())
 
 
-#: Nouns for people, who do something in a relative clause.
+#: Nouns for people, who can be the subject of a relative clause.
 PEOPLE = (
     *_regular("teacher doctor farmer driver writer singer player lawyer guard judge king student friend boy girl"),
     *_regular("manager soldier artist pilot worker"),
@@ -39,7 +39,7 @@ THINGS = (
     Forms("knife", "knives"),
 )
 PREPOSITIONS = ("near", "behind", "beside", "by", "above", "below")
-#: What the subject does, in the present tense.
+#: Verbs of the main clause, in the present tense.
 VERBS = (
     Forms("is", "are"),
     Forms("has", "have"),
@@ -50,7 +50,7 @@ VERBS = (
     Forms("stays", "stay"),
     Forms("appears", "appear"),
 )
-#: What others do to it in a relative clause.
+#: Verbs of relative clauses.
 CLAUSE_VERBS = (
     Forms("likes", "like"),
     Forms("knows", "know"),
@@ -61,7 +61,7 @@ CLAUSE_VERBS = (
     Forms("remembers", "remember"),
 )
 
-#: Edges of the DTAP table for agreement, as in the paper.
+#: Edges of the DTAP table for this task in "Faster Query-Key Learning Sharpens Attention".
 AGREEMENT_BINS = (0.0, 0.1, 0.5, 1.0)
 NUMBERS = ("singular", "plural")
 _SIZE = 1000
@@ -71,7 +71,13 @@ Phrase = Literal["prepositional", "relative", "both"]
 
 
 def agreement_task(verb_in_input: bool, relevant: str | None = None) -> Task:
-    """Return the task without examples: to choose the verb's form, or to tell its number once it is there."""
+    """Return the task without examples.
+
+    Args:
+        verb_in_input: whether the verb is part of the text and its number is the class, as in "Faster Query-Key
+            Learning Sharpens Attention". Otherwise the verb's right form is to be chosen.
+        relevant: description of the relevant tokens; None for the usual one.
+    """
     return Task(
         name="agreement",
         examples=(),
@@ -91,24 +97,24 @@ def agreement_example(
     name: str,
     group: str,
 ) -> TextExample:
-    """Return the words before a verb with both forms of the verb as continuations; or with the verb, and its number.
+    """Return the words before a verb, with the verb's two forms as continuations or with the verb's number as label.
 
     Args:
-        words: from the first to the one before the verb.
-        verb: its forms.
+        words: the words before the verb.
+        verb: the verb's two forms.
         plural: whether the plural is right.
-        subject: the place of the subject among the words; None where it is not known.
-        verb_in_input: put the verb in, as in the paper.
-        name: the example's id.
-        group: the number of attractors.
+        subject: position of the subject among the words; None if it is not known.
+        verb_in_input: whether the right form of the verb is part of the text and its number is the label.
+        name: id of the example.
+        group: number of attractors.
     """
     right, wrong = verb[::-1] if plural else verb
     text, spans = text_of_words((*words, right) if verb_in_input else words)
-    known = () if subject is None else ((spans[subject], spans[-1]) if verb_in_input else (spans[subject],),)
+    relevant = () if subject is None else ((spans[subject], spans[-1]) if verb_in_input else (spans[subject],),)
     return TextExample(
         text=text,
         label=int(plural) if verb_in_input else 0,
-        relevant=known,
+        relevant=relevant,
         continuations=() if verb_in_input else (f" {right}", f" {wrong}"),
         id=name,
         group=group,
@@ -123,47 +129,48 @@ def agreement_sentences(
     phrase: Phrase = "both",
     verb_in_input: bool = False,
 ) -> Task:
-    """Return beginnings of sentences, no two the same, such as `The key near the tables` with ` is` and ` are`.
+    """Return different beginnings of sentences, such as `The key near the tables` with ` is` and ` are`.
 
-    Every noun between subject and verb is an attractor, of the other number than the subject: k of them stand in k
-    prepositional phrases (`The key near the tables by the doors`), or in one relative clause with k - 1 prepositional
-    phrases in it (`The key that the guards by the doors like`). Half of the subjects are plural; numbers of attractors
-    take turns, and the example's group is their number. No noun comes twice in a sentence. The right form is the first
-    continuation, with label 0.
+    Every noun between subject and verb is an attractor: its number differs from the subject's. k attractors occur in k
+    prepositional phrases (`The key near the tables by the doors`), or in one relative clause that contains k - 1
+    prepositional phrases (`The key that the guards by the doors like`). Half of the subjects are plural. The numbers of
+    attractors alternate, and the example's group is that number. No noun occurs twice in a sentence. The right form is
+    the first continuation, with label 0.
 
     Args:
-        limit: number of sentences; 1,000 by default, or as many as there are.
-        seed: of the draw.
-        attractors: how many of them, each from 0 to 4.
-        phrase: what they stand in; `both` draws for each sentence.
-        verb_in_input: end with the right form of the verb, which is then relevant too; what is to be told is its
-            number, singular (0) or plural (1).
+        limit: number of sentences; None gives 1,000.
+        seed: seed of the draw.
+        attractors: the numbers of attractors, each from 0 to 4.
+        phrase: the phrases that contain the attractors: `prepositional`, `relative`, or `both`, which draws one of the
+            two for each sentence.
+        verb_in_input: whether the text ends with the right form of the verb, which is then relevant too. The label is
+            then the verb's number, singular (0) or plural (1).
 
     Raises:
-        CallError: a number of attractors is not from 0 to 4, the phrase is unknown, or there are not as many
-            different sentences.
+        CallError: a number of attractors is not from 0 to 4, the phrase is unknown, or there are fewer different
+            sentences than requested.
     """
     if not attractors or not set(attractors) <= set(range(5)):
         raise CallError(f"attractors must be numbers from 0 to 4; got {list(attractors)}")
     if phrase not in ("prepositional", "relative", "both"):
         raise CallError(f'phrase must be "prepositional", "relative" or "both"; got {phrase!r}')
     size = _SIZE if limit is None else max(limit, 0)
-    # Each number of attractors gets its turn, and each number of the subject in turn.
+    # The numbers of attractors alternate, so each is needed for a known number of sentences.
     for number in sorted(set(attractors)):
         wanted = sum(attractors[turn % len(attractors)] == number for turn in range(size))
         possible = _possible(number, phrase)
         if wanted > possible:
             raise CallError(
-                f"{wanted} sentences with {number} attractors were asked for, and {possible} different ones can be "
-                f"made: use a smaller limit, or more numbers of attractors"
+                f"{wanted} sentences with {number} attractors were requested, but only {possible} different ones "
+                "exist; use a smaller limit, or more numbers of attractors"
             )
     task = agreement_task(verb_in_input)
-    found = _sentences(size, np.random.default_rng(seed), attractors, phrase, verb_in_input)
-    return collected(task, found, limit)
+    sentences = _sentences(size, np.random.default_rng(seed), attractors, phrase, verb_in_input)
+    return collected(task, sentences, limit)
 
 
 def _possible(attractors: int, phrase: Phrase) -> int:
-    """How many different sentences with so many attractors can be made."""
+    """Return the number of different sentences with a number of attractors."""
     frames = len(NUMBERS) * len(VERBS)
     prepositional = frames * perm(len(_NOUNS), attractors + 1) * len(PREPOSITIONS) ** attractors
     if attractors == 0:
@@ -177,30 +184,30 @@ def _sentences(
     size: int, generator: np.random.Generator, attractors: Sequence[int], phrase: Phrase, verb_in_input: bool
 ) -> Iterator[TextExample]:
     seen: set[tuple[str, ...]] = set()
-    made = 0
-    while made < size:
-        number = attractors[made % len(attractors)]
-        plural = bool(made // len(attractors) % 2)
+    count = 0
+    while count < size:
+        number = attractors[count % len(attractors)]
+        plural = bool(count // len(attractors) % 2)
         words = _beginning(generator, number, phrase, plural)
         verb = VERBS[generator.integers(len(VERBS))]
         if (*words, verb.singular) in seen:
             continue
         seen.add((*words, verb.singular))
-        yield agreement_example(words, verb, plural, 1, verb_in_input, f"agreement-{made}", str(number))
-        made += 1
+        yield agreement_example(words, verb, plural, 1, verb_in_input, f"agreement-{count}", str(number))
+        count += 1
 
 
 def _beginning(generator: np.random.Generator, attractors: int, phrase: Phrase, plural: bool) -> tuple[str, ...]:
-    """Words of a sentence before its verb; the second one is the subject."""
+    """Return the words of a sentence before its verb; the second one is the subject."""
     form, other = int(plural), int(not plural)
     kind = generator.choice(["prepositional", "relative"]) if phrase == "both" else phrase
     clause = kind == "relative" and attractors > 0
-    doer = generator.integers(len(PEOPLE), size=int(clause)).tolist()
-    free = [number for number in range(len(_NOUNS)) if number not in doer]
-    subject, *rest = generator.choice(free, size=1 + attractors - len(doer), replace=False)
+    clause_subject = generator.integers(len(PEOPLE), size=int(clause)).tolist()
+    free = [number for number in range(len(_NOUNS)) if number not in clause_subject]
+    subject, *rest = generator.choice(free, size=1 + attractors - len(clause_subject), replace=False)
     words = ["The", _NOUNS[subject][form]]
     if clause:
-        words += ["that", "the", PEOPLE[doer[0]][other]]
+        words += ["that", "the", PEOPLE[clause_subject[0]][other]]
     for noun in rest:
         words += [str(generator.choice(PREPOSITIONS)), "the", _NOUNS[noun][other]]
     if clause:

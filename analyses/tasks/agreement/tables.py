@@ -1,4 +1,4 @@
-"""Agreement in sentences of Wikipedia, from the table of Linzen, Dupoux & Goldberg (2016)."""
+"""Subject-verb agreement in sentences of Wikipedia, from the table of Linzen, Dupoux & Goldberg (2016)."""
 
 import csv
 import gzip
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ....circuits.errors import CallError, QkovError, reason
 from ....circuits.storage.places import Place
-from ..collecting import Found, LeftOut, collected
+from ..collecting import LeftOut, SourceItem, collected
 from ..example import Task
 from ..records import data_place, files_in
 from .sentences import Forms, agreement_example, agreement_task
 from .verb_forms import plural_of, singular_of
 
 _COLUMNS = ("orig_sentence", "subj", "verb", "verb_pos", "subj_index", "verb_index", "n_diff_intervening")
-#: Tags of third person singular and plural, and of the infinitive, which has the form of the plural.
+# Tags of the third person singular, of the plural, and of the infinitive, which has the form of the plural.
 _SINGULAR, _PLURAL, _INFINITIVE = "VBZ", "VBP", "VB"
 
 
@@ -29,32 +29,36 @@ def agreement_table(
 ) -> Task:
     """Return the sentences up to their verb, with the verb's two forms as continuations.
 
-    The table has the right form only. The wrong one is made by rule, the plural of a singular with the help of the
-    verbs that the table itself tags; verbs of which it is not certain are left out and counted. Relevant is the
-    subject; the group is the number of attractors.
+    The table contains only the right form. The wrong form is derived by rules, and the plural of a singular also with
+    the help of the verbs that the table itself tags. Sentences whose wrong form is not certain are left out and
+    counted. The subject is relevant. The group is the number of attractors.
 
     Args:
         data: a TSV file with columns orig_sentence, subj, verb, verb_pos (VBZ or VBP), subj_index and verb_index
-            (counted from 1), n_diff_intervening, and maybe pos_sentence; also compressed, as `.tsv.gz`; or a folder.
-        split: the file of the folder, without its ending.
-        limit: keep so many examples; the table is read through, and no more kept in memory.
-        seed: of the draw of those.
-        verb_in_input: end with the right form of the verb, which is then relevant too; what is to be told is its
-            number, singular (0) or plural (1).
+            (counted from 1), n_diff_intervening, and optionally pos_sentence, which may be compressed as `.tsv.gz`; or
+            a folder of such files.
+        split: name of a file in the folder, without its ending; None for all.
+        limit: maximum number of examples, sampled with `seed`; None for all. The whole table is read, but no more
+            examples than these are kept in memory.
+        seed: seed of the sample.
+        verb_in_input: whether the text ends with the right form of the verb, which is then relevant too. The label is
+            then the verb's number, singular (0) or plural (1).
 
     Raises:
         CallError: there is no such file.
-        QkovError: it lacks a column.
+        QkovError: a file cannot be read, or lacks a column.
+
+    Source: Linzen, Dupoux & Goldberg 2016.
     """
     place = data_place(data)
     if place is None:
-        raise CallError(f"{data} does not exist: expected a TSV file")
+        raise CallError(f"{data} does not exist; expected a TSV file")
     files = files_in(place, (".tsv", ".tsv.gz"), split)
     task = agreement_task(verb_in_input)
     return collected(task, _examples(files, verb_in_input), limit, seed)
 
 
-def _examples(files: list[Place], verb_in_input: bool) -> Iterator[Found]:
+def _examples(files: list[Place], verb_in_input: bool) -> Iterator[SourceItem]:
     for file in files:
         with file.local_copy() as path:
             verbs = frozenset(_verbs(path, file))
@@ -63,7 +67,7 @@ def _examples(files: list[Place], verb_in_input: bool) -> Iterator[Found]:
 
 
 def _verbs(path: Path, file: Place) -> Iterator[str]:
-    """Plural forms and infinitives of the table."""
+    """Yield the plural forms and infinitives in the table."""
     for row in _rows(path, file):
         if row["verb_pos"] == _PLURAL:
             yield row["verb"].lower()
@@ -72,7 +76,7 @@ def _verbs(path: Path, file: Place) -> Iterator[str]:
             yield from (word.lower() for word, tag in zip(words, tags, strict=True) if tag in (_PLURAL, _INFINITIVE))
 
 
-def _example(row: dict[str, str], name: str, verbs: frozenset[str], verb_in_input: bool) -> Found:
+def _example(row: dict[str, str], name: str, verbs: frozenset[str], verb_in_input: bool) -> SourceItem:
     words = row["orig_sentence"].split(" ")
     try:
         subject, verb = int(row["subj_index"]) - 1, int(row["verb_index"]) - 1
@@ -97,7 +101,7 @@ def _example(row: dict[str, str], name: str, verbs: frozenset[str], verb_in_inpu
 
 def _rows(path: Path, file: Place) -> Iterator[dict[str, str]]:
     with _opened(path, file) as lines:
-        # Quotes are words of the sentences.
+        # Quotation marks are words of the sentences.
         table = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE, restval="")
         missing = [column for column in _COLUMNS if column not in (table.fieldnames or ())]
         if missing:

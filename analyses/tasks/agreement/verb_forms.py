@@ -1,4 +1,4 @@
-"""The other present-tense form of an English verb: third person singular, or plural."""
+"""The two present-tense forms of an English verb, third person singular and plural, each derived from the other."""
 
 import re
 from collections.abc import Set
@@ -8,7 +8,7 @@ _PLURAL = {singular: plural for plural, singular in _IRREGULAR.items()}
 
 
 def singular_of(plural: str) -> str:
-    """Return the third person singular of a plural form: `are` is, `try` tries, `pass` passes, `go` goes, else -s."""
+    """Return the third person singular of a plural form, such as `is` for `are` and `tries` for `try`."""
     if plural in _IRREGULAR:
         return _IRREGULAR[plural]
     if re.search(r"[^aeiou]y$", plural):
@@ -17,13 +17,13 @@ def singular_of(plural: str) -> str:
 
 
 def plural_of(singular: str, verbs: Set[str]) -> str | None:
-    """Return the plural form of a third person singular, or None where that is not certain.
+    """Return the plural form of a third person singular, or None if it is not certain.
 
-    Forms whose singular it would be are few: `lies` may come of `lie` or of `ly`, `passes` of `pass` or of `passe`.
-    Where there are several, the one among known verbs is meant.
+    There may be several candidates: `lies` could come from `lie` or from `ly`, and `passes` from `pass` or from
+    `passe`. Of several candidates, the only one among the known verbs is returned.
 
     Args:
-        singular: such as `lies`.
+        singular: the third person singular, such as `lies`.
         verbs: known plural forms or infinitives.
     """
     if singular in _PLURAL:
