@@ -1,7 +1,7 @@
-"""Architectures as data: the families whose attention is read, and what is named and skipped.
+"""Architectures as data: the families whose attention is read, and the kinds of attention that are not.
 
-A file of `families/` is a mapping with holes: `{ config = "n_head" }` stands for what the config beside the weights
-says under that key, or under the first of several that is there.
+Each file of `families/` describes one family; `families/README.md` explains every key. `{ config = "n_head" }` stands
+for the value that the config beside the weights has under that key.
 """
 
 import tomllib
@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from .schema import check_family, check_unsupported
 from .tensor_names import named
 
 _FAMILIES = files(__name__.rpartition(".")[0]).joinpath("families")
@@ -21,16 +22,16 @@ class Architecture:
     """One family of models whose attention tensors have the same names and layouts.
 
     Attributes:
-        key: name of its file, by which it can be asked for.
-        title: in words.
-        model_types: what transformers calls the models of the family.
-        stacks: the mapping of each stack, with holes.
-        by_names: whether tensor names alone recognise it; families that share them with another leave it to that one.
-        marks: tensors that have to be there for its names alone to recognise it. Of two families that fit as well, the
-            one with more of them beside its attention's own is meant.
-        needs_config: facts that its names do not tell, since other families have the same ones: a config does, or who
-            asks for the family.
-        config_keys: keys that make a config without model_type one of this family's.
+        key: Name of its file, by which users select it.
+        title: The models, in words.
+        model_types: Values of `model_type` in transformers' configs of the family.
+        stacks: The mapping of each stack of layers, with look-ups.
+        by_names: Whether tensor names alone may select it. False if another family has the same names.
+        marks: Tensors that must exist if names alone are to select it. If two families fit equally well, the one with
+            more marks beside its attention tensors is chosen.
+        needs_config: Facts that its names do not determine, because other families have the same names. They are
+            unknown unless there is a config, or the user selects the family.
+        config_keys: Keys that a config without model_type must have to be used for this family.
     """
 
     key: str
@@ -45,14 +46,14 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Attention that has no W_QK = W_K W_Q' and W_OV = W_O W_V, or none that is read here.
+    """Attention that has no W_QK = W_K W_Q^T and W_OV = W_O W_V of its own, or none that qkov reads.
 
     Attributes:
-        title: in words.
-        reason: why not.
-        model_types: what transformers calls such models.
-        tensors: names by which its layers are known.
-        whole: whether a model that has these tensors is of this kind as a whole, whatever others it has.
+        title: The kind of attention, in words.
+        reason: Why it is not read.
+        model_types: Values of `model_type` in transformers' configs of such models.
+        tensors: Names by which its layers are recognised.
+        whole: Whether a model that has these tensors is not read at all, even if it has others.
     """
 
     title: str
@@ -72,7 +73,7 @@ def architectures() -> dict[str, Architecture]:
 
 
 def architecture_of(model_type: str) -> Architecture | None:
-    """Return the family of a model_type, of all the files reading only those that have the word in them."""
+    """Return the family of a model_type, or None if there is none; only files that contain the word are parsed."""
     for key, text in _texts().items():
         if key != _UNSUPPORTED and f'"{model_type}"' in text and model_type in _architecture(key).model_types:
             return _architecture(key)
@@ -81,13 +82,15 @@ def architecture_of(model_type: str) -> Architecture | None:
 
 @cache
 def unsupported() -> tuple[Unsupported, ...]:
-    """Return what is named and skipped."""
-    return tuple(Unsupported(**_with_tuples(entry)) for entry in tomllib.loads(_texts()[_UNSUPPORTED])["unsupported"])
+    """Return the kinds of attention that are recognised and not read."""
+    table = tomllib.loads(_texts()[_UNSUPPORTED])
+    check_unsupported(table, f"families/{_UNSUPPORTED}.toml")
+    return tuple(Unsupported(**_with_tuples(entry)) for entry in table["unsupported"])
 
 
 @cache
 def _texts() -> dict[str, str]:
-    resources = sorted(_FAMILIES.iterdir(), key=lambda each: each.name)
+    resources = sorted(_FAMILIES.iterdir(), key=lambda resource: resource.name)
     return {
         resource.name.removesuffix(".toml"): resource.read_text(encoding="utf-8")
         for resource in resources
@@ -97,7 +100,22 @@ def _texts() -> dict[str, str]:
 
 @cache
 def _architecture(key: str) -> Architecture:
-    return Architecture(key=key, **_with_tuples(tomllib.loads(_texts()[key])))
+    return parse_family(key, _texts()[key])
+
+
+def parse_family(key: str, text: str) -> Architecture:
+    """Return the family that a family file describes.
+
+    Args:
+        key: Name of the file, without its suffix.
+        text: The TOML in it.
+
+    Raises:
+        CallError: The file holds an unknown key, or a value of the wrong type; the message lists the known keys.
+    """
+    table = tomllib.loads(text)
+    check_family(table, f"families/{key}.toml")
+    return Architecture(key=key, **_with_tuples(table))
 
 
 def _with_tuples(table: dict[str, Any]) -> dict[str, Any]:
@@ -105,29 +123,27 @@ def _with_tuples(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def skipped(names: Iterable[str]) -> dict[str, str]:
-    """What of the file is attention of a kind that has no such circuits, and the reason."""
-    found = {}
+    """Return the layers of a file whose kind of attention is not read, in words, each with the reason."""
+    names = list(names)
+    reasons = {}
     for entry in unsupported():
         layers = _layers(entry, names)
         if layers:
             numbers = sorted(layer for layer in layers if layer is not None)
-            where = (
-                f"layers {', '.join(map(str, numbers))}"
-                if len(numbers) > 1
-                else f"layer {numbers[0]}"
-                if numbers
-                else "all"
-            )
-            found[f"{where} ({entry.title})"] = entry.reason
-    return found
+            where = "all"
+            if numbers:
+                where = f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            reasons[f"{where} ({entry.title})"] = entry.reason
+    return reasons
 
 
 def skipped_layers(names: Iterable[str]) -> set[int]:
-    """The numbers of the layers that `skipped` names."""
+    """Return the numbers of the layers that `skipped` names."""
+    names = list(names)
     return {layer for entry in unsupported() for layer in _layers(entry, names) if layer is not None}
 
 
 def _layers(entry: Unsupported, names: Iterable[str]) -> set[int | None]:
-    """The numbers of the layers of that kind; None for one without a number."""
-    found = (match.groupdict().get("layer") for template in entry.tensors for match in named(template, names))
-    return {None if layer is None else int(layer) for layer in found}
+    """Return the numbers of the layers of that kind; None stands for a layer without a number."""
+    numbers = (match.groupdict().get("layer") for template in entry.tensors for match in named(template, names))
+    return {None if number is None else int(number) for number in numbers}

@@ -1,4 +1,4 @@
-"""How stored tensors lie: from their axes to TransformerLens' [head, d_model, d_head]."""
+"""Rearrange stored tensors to TransformerLens' axes [head, d_model, d_head]."""
 
 import re
 from collections.abc import Mapping as Dictionary
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import QkovError
 
-#: What each weight is brought to. QKV is one tensor that holds the three, along an axis named qkv.
+#: The axes to which each weight is rearranged. QKV is one tensor that holds the three weights along an axis qkv.
 TARGETS = {
     "Q": "head d_model d_head",
     "K": "head d_model d_head",
@@ -25,8 +25,8 @@ _COLLAPSED = {role: TARGETS[role] for role in ("QK", "OV")}
 _LINEAR = {**dict.fromkeys(SCORES_IN, "(head d_head) d_model"), "O": "d_model (head d_head)"}
 _CONV1D = {**dict.fromkeys(SCORES_IN, "d_model (head d_head)"), "O": "(head d_head) d_model"}
 
-#: Layouts that have a name. Where qkv stands before head the three lie one after another; where it stands behind, they
-#: alternate: the queries of a group, then its key and its value.
+#: Layouts that have a name. If qkv precedes head, the three weights follow one another. If it follows head, each group
+#: of heads has its queries, then its key and its value.
 LAYOUTS: dict[str, dict[str, str]] = {
     "linear": {**_LINEAR, "QKV": "(qkv head d_head) d_model", **_COLLAPSED},
     "conv1d": {**_CONV1D, "QKV": "d_model (qkv head d_head)", **_COLLAPSED},
@@ -36,7 +36,13 @@ LAYOUTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """Heads of the queries, heads of keys and values, and the inner width of one."""
+    """Numbers of heads of a layer.
+
+    Attributes:
+        query: Number of query heads.
+        key_value: Number of key-value heads.
+        d_head: Inner width of one head.
+    """
 
     query: int
     key_value: int
@@ -49,12 +55,17 @@ def axes(layout: str) -> list[str]:
 
 
 def joins_heads(layout: str) -> bool:
-    """Say whether the layout joins the heads with another axis in one dimension, which does not tell their number."""
+    """Return whether one dimension of the layout holds the heads and another axis, so that it hides their number."""
     return any("head" in group and len(group) > 1 for group in _groups(layout))
 
 
 def width_of_model(shape: tuple[int, ...], layout: str) -> int | None:
-    """Return d_model as a weight's shape shows it; None where the shape does not fit the layout."""
+    """Return d_model as the shape of a weight shows it; None if the shape does not fit the layout.
+
+    Args:
+        shape: Shape of the stored weight.
+        layout: Its axes in einops' notation.
+    """
     sizes = dict(zip(map(tuple, _groups(layout)), shape, strict=False))
     return sizes.get(("d_model",))
 
@@ -62,9 +73,16 @@ def width_of_model(shape: tuple[int, ...], layout: str) -> int | None:
 def count_heads(
     shapes: Dictionary[str, tuple[int, ...]], layouts: Dictionary[str, str], heads: int | None
 ) -> HeadCounts | None:
-    """Return the heads that the shapes of a layer's weights show, given the number of query heads where one is told.
+    """Return the numbers of heads that the shapes of a layer's weights show.
 
-    None where the weights are collapsed, or fit no number of heads; `arrange` then says which does not.
+    Args:
+        shapes: Shape of each tensor by role.
+        layouts: Axes of each weight by role, in einops' notation.
+        heads: Number of query heads, if it is stated.
+
+    Returns:
+        The numbers; None if the weights are collapsed, or fit no number of heads. `arrange` then names the weight that
+        does not fit.
     """
     widths = {role: _joined_width(shapes[role], layouts[role]) for role in shapes if role in TARGETS}
     query, key_value, d_head = heads, None, None
@@ -97,18 +115,18 @@ def count_heads(
 def arrange(
     role: str, tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, origin: str
 ) -> dict[str, Tensor]:
-    """Return a weight brought to TransformerLens' axes, by its role; QKV is split into its three.
+    """Return a weight with TransformerLens' axes, by its role; QKV is split into its three weights.
 
     Args:
-        role: one of `TARGETS`.
-        tensor: as it is stored.
-        layout: its axes in einops' notation, such as "(head d_head) d_model" for a torch.nn.Linear.
-        counts: of the heads, where the layout joins them with another axis.
-        name: of the tensor, for messages.
-        origin: of the layout, for messages.
+        role: One of `TARGETS`.
+        tensor: The tensor as it is stored.
+        layout: Its axes in einops' notation, such as "(head d_head) d_model" for a torch.nn.Linear.
+        counts: Numbers of heads, if the layout joins the heads with another axis.
+        name: Name of the tensor, for messages.
+        origin: Where the layout comes from, for messages.
 
     Raises:
-        QkovError: the tensor is not of floating type, is empty, or does not fit its layout.
+        QkovError: The tensor is not of floating type, is empty, or does not fit its layout.
     """
     demand_floating(tensor, name)
     if role == "QKV":
@@ -120,17 +138,25 @@ def arrange(
 def arrange_bias(
     role: str, tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, origin: str
 ) -> dict[str, Tensor]:
-    """Return the bias of a weight as [head, d_head], from the layout of the weight itself; that of O as [d_model].
+    """Return the bias of a weight as [head, d_head], and the bias of O as [d_model], by role.
+
+    Args:
+        role: The role of the weight.
+        tensor: The bias as it is stored.
+        layout: The axes of the weight, from which those of the bias follow.
+        counts: Numbers of heads, if the layout joins the heads with another axis.
+        name: Name of the bias, for messages.
+        origin: Where the layout comes from, for messages.
 
     Raises:
-        QkovError: as `arrange`.
+        QkovError: The bias is not of floating type, is empty, or does not fit the layout.
     """
     if role == "O":
         demand_floating(tensor, name)
         return {"O": tensor}
     # A bias is a weight that reads one constant input.
-    place = next(at for at, group in enumerate(_groups(layout)) if group == ["d_model"])
-    arranged = arrange(role, tensor.unsqueeze(place), layout, counts, name, origin)
+    dimension = next(index for index, group in enumerate(_groups(layout)) if group == ["d_model"])
+    arranged = arrange(role, tensor.unsqueeze(dimension), layout, counts, name, origin)
     return {part: weight.squeeze(1) for part, weight in arranged.items()}
 
 
@@ -141,10 +167,17 @@ def arrange_layer(
     names: Dictionary[str, tuple[str, ...]],
     origin: str,
 ) -> dict[str, Tensor]:
-    """Return the weights and biases among a layer's tensors, as `W_Q`, `b_Q` and so on; joined biases come apart.
+    """Return the weights and biases among a layer's tensors, as `W_Q`, `b_Q` and so on; joined biases are split.
+
+    Args:
+        tensors: The tensors of the layer by role.
+        layouts: Axes of each weight by role, in einops' notation.
+        counts: Numbers of heads, if a layout joins the heads with another axis.
+        names: Names of the tensors by role, for messages.
+        origin: Where the layouts come from, for messages.
 
     Raises:
-        QkovError: as `arrange`.
+        QkovError: A tensor is not of floating type, is empty, or does not fit its layout.
     """
     arranged: dict[str, Tensor] = {}
     for role, tensor in tensors.items():
@@ -165,9 +198,19 @@ def arrange_layer(
 
 
 def demand_floating(tensor: Tensor, name: str) -> None:
-    """QkovError for a tensor of whole numbers, or of none."""
+    """Refuse a tensor that cannot be measured.
+
+    Args:
+        tensor: The tensor.
+        name: Its name, for messages.
+
+    Raises:
+        QkovError: It does not hold floating-point numbers, or is empty.
+    """
     if not tensor.is_floating_point():
-        raise QkovError(f"{name} holds {tensor.dtype} numbers; expected floating ones (quantised weights are not read)")
+        raise QkovError(
+            f"{name} holds {tensor.dtype} numbers; expected floating-point numbers (quantised weights are not read)"
+        )
     if 0 in tensor.shape:
         raise QkovError(f"{name} has shape {tuple(tensor.shape)}, which holds nothing to measure")
 
@@ -182,7 +225,7 @@ def _split(tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, or
         target = "head qkv d_model d_head"
         grouped = _rearrange(tensor, layout, target, counts.key_value, name, origin, "QKV", qkv=slots)
         return {"Q": grouped[:, :-2].flatten(0, 1), "K": grouped[:, -2], "V": grouped[:, -1]}
-    along = next(at for at, group in enumerate(_groups(layout)) if "qkv" in group)
+    along = next(index for index, group in enumerate(_groups(layout)) if "qkv" in group)
     sizes = [heads * counts.d_head for heads in (counts.query, counts.key_value, counts.key_value)]
     if along >= tensor.ndim or sum(sizes) != tensor.shape[along]:
         raise _misfit(tensor, layout, counts.query, name, origin, "QKV")
@@ -218,7 +261,7 @@ def _misfit(tensor: Tensor, layout: str, heads: int | None, name: str, origin: s
 
 
 def _joined_width(shape: tuple[int, ...], layout: str) -> tuple[int | None, int | None, int | None]:
-    """Heads and d_head where each has a dimension of its own, and the dimension in which they are joined."""
+    """Return heads and d_head if they have dimensions of their own, and the size of the dimension that joins them."""
     groups = _groups(layout)
     if len(groups) != len(shape):
         return None, None, None

@@ -1,4 +1,4 @@
-"""A mapping: which tensors of a file are W_Q, W_K, W_V and W_O of a stack of layers, and how their axes lie."""
+"""A mapping: which tensors of a file are W_Q, W_K, W_V and W_O of a stack of layers, and how their axes are ordered."""
 
 import re
 import tomllib
@@ -9,19 +9,13 @@ from typing import Any
 
 from ..errors import CallError, QkovError
 from .layouts import LAYOUTS, SCORES_IN, TARGETS, axes, joins_heads
-from .stated_facts import FACTS, UNKNOWN, StatedFacts
+from .schema import FACTS, MAPPING, OPTIONAL, check_mapping
+from .stated_facts import UNKNOWN, StatedFacts
 from .tensor_names import named, template_pattern
 
-#: Tensors that may be there or not: biases, the norm in front of attention, the norms of queries and keys, the tables
-#: [position, dims] by which positions rotate.
-OPTIONAL = (
-    *("b_Q", "b_K", "b_V", "b_QKV", "b_O", "norm_gain", "norm_bias"),
-    *("query_norm_gain", "query_norm_bias", "key_norm_gain", "key_norm_bias"),
-    *("rotary_sin", "rotary_cos"),
-)
-_KEYS = {"prefix", "heads", "layout", "stack", "tensors", "scalars", *FACTS}
+_KEYS = (*MAPPING, *FACTS)
 
-#: The names of one layer's tensors by role; several where a role's name has {head} in it.
+#: The names of one layer's tensors by role; several names if the template of the role contains {head}.
 Names = dict[str, tuple[str, ...]]
 
 
@@ -30,18 +24,18 @@ class Mapping:
     """Names and layouts of the attention tensors of a stack of layers.
 
     Attributes:
-        tensors: for each of Q, K, V, O (or QKV, or the collapsed QK, OV) the tensor's name, with {layer} where the
-            layer's number stands ({inner} for layers inside of numbered groups, {head} for heads that have tensors of
-            their own); also for any of `OPTIONAL`.
-        layouts: for each of the weights its axes in einops' notation, such as "(head d_head) d_model" for a
-            torch.nn.Linear. The layout of a bias follows from it.
-        heads: number of query heads; needed where a layout joins the heads with another axis. That of key-value heads
-            follows from the shapes.
-        prefix: of every name; the keys of nested dictionaries are joined with dots.
-        facts: what the tensors do not say.
-        scalars: figures to carry along, such as {"loss": "val_loss"}.
-        stack: name of the stack, where a model has several.
-        origin: where the mapping comes from, for messages.
+        tensors: The name of each of Q, K, V, O (or QKV, or the collapsed QK, OV), and of those of `schema.OPTIONAL`
+            that exist. {layer} stands for the layer's number, {inner} for the number of a layer within a numbered
+            group, and {head} for the head's number if heads have tensors of their own.
+        layouts: The axes of each weight in einops' notation, such as "(head d_head) d_model" for a torch.nn.Linear. The
+            layout of a bias follows from that of its weight.
+        heads: Number of query heads, which is required if a layout joins the heads with another axis. The number of
+            key-value heads follows from the shapes.
+        prefix: Prefix of every name. The keys of nested dictionaries are joined with dots.
+        facts: What the tensors do not show.
+        scalars: Numbers to carry along, such as {"loss": "val_loss"}.
+        stack: Name of the stack, if the model has several.
+        origin: Where the mapping comes from, for messages.
     """
 
     tensors: dict[str, str]
@@ -54,24 +48,27 @@ class Mapping:
     origin: str = "the mapping"
 
     def layers(self, names: Iterable[str]) -> dict[int, Names]:
-        """Return for every layer, by its number, the names of its tensors.
+        """Return the names of every layer's tensors, by the number of the layer.
 
-        A tensor whose name has no {layer} serves all layers, where those of others have one.
+        A tensor whose name has no {layer} belongs to all layers, if the names of other tensors have one.
+
+        Args:
+            names: Names of the tensors in the file.
 
         Raises:
-            QkovError: none of the mapping's weights is there, or a layer has only some of them.
+            QkovError: The file has none of the mapping's weights, or a layer has only some of them.
         """
         names = set(names)
-        found, shared = self._match(names)
+        layers, shared = self._match(names)
         # Layers without attention may have a norm of the same name.
-        found = {layer: roles for layer, roles in found.items() if set(TARGETS) & {*roles, *shared}}
-        if not found:
+        layers = {layer: roles for layer, roles in layers.items() if set(TARGETS) & {*roles, *shared}}
+        if not layers:
             wanted = ", ".join(self.full_name(name) for role, name in self.tensors.items() if role in TARGETS)
             raise QkovError(
-                f"{self.origin} names no tensor of the file: it asks for {wanted}; "
+                f"{self.origin} names no tensor of the file: it names {wanted}; "
                 f"{self._other_prefix(names)}{seen(names)}"
             )
-        for layer, roles in sorted(found.items()):
+        for layer, roles in sorted(layers.items()):
             roles |= {role: name for role, name in shared.items() if role not in roles}
             missing = [
                 self.full_name(name, layer)
@@ -80,15 +77,21 @@ class Mapping:
             ]
             if missing:
                 raise QkovError(f"layer {layer} lacks {', '.join(missing)}, which {self.origin} names; {seen(names)}")
-        return dict(sorted(found.items()))
+        return dict(sorted(layers.items()))
 
     def full_name(self, template: str, layer: int | None = None) -> str:
-        """Return a tensor's name in the file, with the prefix and, where given, the layer's number."""
+        """Return a tensor's name in the file.
+
+        Args:
+            template: The name in the mapping, without the prefix.
+            layer: The layer's number, which replaces {layer}; None leaves {layer} in the name.
+        """
         name = f"{self.prefix}.{template}" if self.prefix else template
         return name if layer is None else name.replace("{layer}", str(layer))
 
     def _match(self, names: set[str]) -> tuple[dict[int, Names], Names]:
-        found: dict[int, Names] = {}
+        """Return the names of each layer's tensors, and those of the tensors that all layers share."""
+        layers: dict[int, Names] = {}
         shared: Names = {}
         matches = {role: self._matches(template, names) for role, template in self.tensors.items()}
         inner = 1 + max((int(match.get("inner", 0)) for of_role in matches.values() for match in of_role), default=0)
@@ -98,30 +101,35 @@ class Mapping:
                 layer = int(match["layer"]) * inner + int(match.get("inner", 0)) if "layer" in match else None
                 of_layer.setdefault(layer, []).append((int(match.get("head", 0)), match["name"]))
             for layer, heads in of_layer.items():
-                target = shared if layer is None else found.setdefault(layer, {})
+                target = shared if layer is None else layers.setdefault(layer, {})
                 target[role] = tuple(name for _, name in sorted(heads))
-        if shared and not found:
-            found[0] = {}
-        return found, shared
+        if shared and not layers:
+            layers[0] = {}
+        return layers, shared
 
     def _other_prefix(self, names: set[str]) -> str:
-        """The prefix under which the names are there, in words; empty where there is none."""
+        """Return in words the prefix under which the file has the names; an empty string if there is none."""
         templates = [name for role, name in self.tensors.items() if role in TARGETS]
-        found = [{match["prefix"] for match in named(name, names)} for name in templates]
-        common = sorted(prefix for prefix in set.intersection(*found) if prefix) if found else []
-        return f'they are there with prefix = "{common[0]}"; ' if common else ""
+        prefixes = [{match["prefix"] for match in named(name, names)} for name in templates]
+        common = sorted(prefix for prefix in set.intersection(*prefixes) if prefix) if prefixes else []
+        return f'the file has them with prefix = "{common[0]}"; ' if common else ""
 
     def _matches(self, template: str, names: set[str]) -> list[dict[str, str]]:
-        """The names that are of a template, each with the numbers that stand in it."""
+        """Return the names that match a template, each with the numbers in it."""
         pattern = re.compile(f"(?P<name>{template_pattern(self.full_name(template))})")
         return [match.groupdict() for name in names if (match := pattern.fullmatch(name))]
 
 
 def read_mapping(path: Path | str) -> Mapping:
-    """Read a mapping from a TOML file. What it does not say of norm and score scale counts as not known.
+    """Read a mapping from a TOML file. If it does not state the norm or the score scale, they are unknown.
+
+    `circuits/architectures/families/README.md` describes every key.
+
+    Args:
+        path: The TOML file.
 
     Raises:
-        CallError: the file is missing, is no TOML, or says something that a mapping cannot say.
+        CallError: The file is missing, is not TOML, holds an unknown key at any level, or a value that cannot be used.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -129,25 +137,27 @@ def read_mapping(path: Path | str) -> Mapping:
         raise CallError(f"the mapping {path} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise CallError(f"the mapping {path} cannot be read as TOML: {error}") from error
-    return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, f"the mapping {path}")
+    origin = f"the mapping {path}"
+    check_mapping(table, origin)
+    return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)
 
 
 def parse_mapping(
     table: dict[str, Any], origin: str, cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = ()
 ) -> Mapping:
-    """Make a mapping of a table as TOML gives it.
+    """Return the mapping that a table describes.
 
     Args:
-        table: with the keys of the TOML file.
-        origin: for messages.
-        cases: numbers of layers, and the facts in which they differ from the rest.
+        table: The keys and values of a mapping file.
+        origin: Where the table comes from, for messages.
+        cases: Numbers of layers, with the facts in which they differ from the rest.
 
     Raises:
-        CallError: a key is unknown, a value has the wrong type, or a layout lacks an axis; the message names it.
+        CallError: A key is unknown, a value has the wrong type, or a layout lacks an axis; the message names it.
     """
-    unknown = sorted(set(table) - _KEYS)
+    unknown = sorted(set(table) - set(_KEYS))
     if unknown:
-        raise CallError(f"{origin} has the unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+        raise CallError(f"{origin} has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
     tensors = _strings(table.get("tensors", {}), f"[tensors] of {origin}")
     _demand_circuits(tensors, origin)
     for name, kind in (("heads", int), ("prefix", str), ("stack", str)):
@@ -169,7 +179,7 @@ def parse_mapping(
 
 
 def seen(names: Iterable[str]) -> str:
-    """Return the names that a file holds, in words, a long list cut short."""
+    """Return the names that a file holds, in words; a long list is cut short."""
     names = sorted(names)
     shown = names[:12]
     rest = len(names) - len(shown)
@@ -180,20 +190,20 @@ def _demand_circuits(tensors: dict[str, str], origin: str) -> None:
     unknown = sorted(set(tensors) - set(TARGETS) - set(OPTIONAL))
     if unknown:
         known = ", ".join((*TARGETS, *OPTIONAL))
-        raise CallError(f"[tensors] of {origin} has {unknown[0]!r}; known are {known}")
+        raise CallError(f"[tensors] of {origin} has the unknown key {unknown[0]!r}; known are {known}")
     weights = [role for role in tensors if role in TARGETS]
     if not weights:
         raise CallError(f"{origin} names no tensor; it needs a table [tensors] with Q, K, V and O (or some of them)")
     if "QKV" in weights and set(weights) & set(SCORES_IN):
         raise CallError(f"[tensors] of {origin} has both QKV and one of Q, K, V; give one or the other")
-    parts = {role for given in weights for role in (SCORES_IN if given == "QKV" else (given,))}
+    parts = {part for role in weights for part in (SCORES_IN if role == "QKV" else (role,))}
     for collapsed, factors in (("QK", {"Q", "K"}), ("OV", {"V", "O"})):
         if collapsed in parts and parts & factors:
             raise CallError(f"[tensors] of {origin} has both {collapsed} and its factors; give one or the other")
     if not parts & {"QK", "OV"} and not {"Q", "K"} <= parts and not {"V", "O"} <= parts:
         raise CallError(
-            f"[tensors] of {origin} has {', '.join(weights)}, which make up no circuit; W_QK takes Q and K (or QK), "
-            f"W_OV takes V and O (or OV)"
+            f"[tensors] of {origin} has {', '.join(weights)}, which do not form a circuit; W_QK needs Q and K (or QK), "
+            f"W_OV needs V and O (or OV)"
         )
     for role in tensors:
         if role.startswith("b_") and role[2:] not in weights and not (role == "b_QKV" and {*SCORES_IN} <= parts):
@@ -209,20 +219,21 @@ def _layouts(layout: Any, tensors: dict[str, str], heads: int | None, origin: st
     else:
         layouts = _strings(layout if layout is not None else {}, f"[layout] of {origin}")
     weights = [role for role in tensors if role in TARGETS]
-    # A tensor that keeps its heads apart tells how many there are.
-    told = heads is not None or any(
+    # A tensor with the heads in a dimension of their own shows how many there are.
+    is_number_known = heads is not None or any(
         "head" in axes(layouts.get(role, "")) and not joins_heads(layouts[role]) for role in weights
     )
     for role in weights:
         if role not in layouts:
             raise CallError(f"{origin} gives no layout for {role}; layout should be {known}")
-        given, wanted = axes(layouts[role]), TARGETS[role].split()
-        if set(given) not in (set(wanted), set(wanted) - {"head"}) or len(given) != len(set(given)):
-            named = ", ".join(wanted)
-            raise CallError(f"the layout of {role} in {origin} is {layouts[role]!r}; expected the axes {named}")
-        if not told and joins_heads(layouts[role]):
+        stated, expected = axes(layouts[role]), TARGETS[role].split()
+        if set(stated) not in (set(expected), set(expected) - {"head"}) or len(stated) != len(set(stated)):
+            raise CallError(
+                f"the layout of {role} in {origin} is {layouts[role]!r}; expected the axes {', '.join(expected)}"
+            )
+        if not is_number_known and joins_heads(layouts[role]):
             raise CallError(f"{origin} gives no number of heads, and the layout of {role} joins them: add heads = ...")
-        if "head" not in given and heads not in (None, 1):
+        if "head" not in stated and heads not in (None, 1):
             raise CallError(f"the layout of {role} in {origin} has no axis head, and heads is {heads}")
     return {role: layouts[role] for role in weights}
 

@@ -1,4 +1,4 @@
-"""What a mapping, or an architecture with a config, states of a stack's attention beside its tensors."""
+"""What a mapping, or a family with a config, states about the attention of a stack beyond its tensors."""
 
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass, field
@@ -13,57 +13,26 @@ from ..weights.attention_weights import AttentionFacts
 from ..weights.norms import HeadNorm, Norm
 from ..weights.rope_scaling import scaled_rotary
 from ..weights.rotary import Rotary
+from .schema import CHOICES, FACTS
 
 
 class Unknown(StrEnum):
-    """Stands for a fact that nothing told, which is another thing than one that is not there."""
+    """Stands for a fact that nothing states, as distinct from something that does not exist."""
 
     UNKNOWN = "unknown"
 
 
 UNKNOWN = Unknown.UNKNOWN
 
-_NUMBER = (int, float)
-#: Each fact with the types that its value may have, and for tables the keys with theirs.
-FACTS: dict[str, tuple[type, ...] | dict[str, tuple[type, ...]]] = {
-    "rotary": {
-        "pairing": (str,),
-        "dims": (int,),
-        "fraction": _NUMBER,
-        "base": _NUMBER,
-        "scaling": (dict,),
-        "max_positions": (int,),
-        "trained_positions": (int,),
-    },
-    "norm": {"kind": (str,), "eps": _NUMBER, "gain_offset": _NUMBER},
-    "query_key_norm": {"kind": (str,), "eps": _NUMBER, "gain_offset": _NUMBER, "over": (str,)},
-    "score_scale": _NUMBER,
-    "divide_scores_by_layer": (bool,),
-    "soft_cap": _NUMBER,
-    "clip_qkv": _NUMBER,
-    "sinks": (bool,),
-    "window": (int,),
-    "causal": (bool,),
-    "positions": (str,),
-    "cross": (bool,),
-    "used_by": (int,),
-}
-_CHOICES = {
-    "pairing": ("halves", "adjacent"),
-    "kind": ("layer_norm", "rms_norm"),
-    "over": ("head", "all"),
-    "positions": ("alibi", "relative", "absolute", "none"),
-}
-
 
 @dataclass(frozen=True)
 class StatedFacts:
-    """A table of facts, and the layers for which some are others.
+    """A table of facts, and the layers in which some facts differ.
 
     Attributes:
-        table: each fact by its name.
-        cases: numbers of layers, and the facts that are theirs.
-        origin: where the facts come from, for messages.
+        table: Each fact by its name.
+        cases: Numbers of layers, with the facts that hold for them instead.
+        origin: Where the facts come from, for messages.
     """
 
     table: dict[str, Any] = field(default_factory=dict)
@@ -71,28 +40,33 @@ class StatedFacts:
     origin: str = "the mapping"
 
     def __post_init__(self) -> None:
-        """Refuse facts that are none, and values of the wrong kind.
+        """Refuse unknown facts, and values of the wrong type.
 
         Raises:
-            CallError: the message names the fact.
+            CallError: The message names the fact.
         """
         for table in (self.table, *(case for _, case in self.cases)):
             for name, value in table.items():
                 self._check(name, value)
         for name in ("norm", "query_key_norm"):
             if isinstance(self.table.get(name), dict) and "kind" not in self.table[name]:
-                raise CallError(f"[{name}] of {self.origin} lacks kind: one of {', '.join(_CHOICES['kind'])}")
+                raise CallError(f"[{name}] of {self.origin} lacks kind: one of {', '.join(CHOICES['kind'])}")
 
     @property
     def unknown(self) -> frozenset[str]:
-        """The facts that nothing told."""
+        """The names of the facts that nothing states."""
         tables = (self.table, *(case for _, case in self.cases))
         return frozenset(
             name for table in tables for name, value in table.items() if value is UNKNOWN or _kind(value) is UNKNOWN
         )
 
     def of_layer(self, layer: int, d_head: int | None) -> AttentionFacts:
-        """Return the facts of one layer, whose heads have that inner width."""
+        """Return the facts of one layer.
+
+        Args:
+            layer: Number of the layer.
+            d_head: Inner width of its heads; None if the layer has no factors.
+        """
         table = self._of(layer)
         score_scale = table.get("score_scale")
         if table.get("divide_scores_by_layer") is True:
@@ -113,7 +87,12 @@ class StatedFacts:
         )
 
     def norm(self, layer: int, tensors: Dictionary[str, Tensor]) -> Norm | None:
-        """Return the norm in front of a layer's attention, from its `norm_gain` and `norm_bias` where it has them."""
+        """Return the norm in front of a layer's attention; None if there is none, or it is unknown.
+
+        Args:
+            layer: Number of the layer.
+            tensors: Tensors of the layer by role, among them `norm_gain` and `norm_bias` if they exist.
+        """
         table = self._of(layer).get("norm")
         if not table or "norm" in self.unknown:
             return None
@@ -125,10 +104,16 @@ class StatedFacts:
         )
 
     def head_norm(self, layer: int, side: str, tensors: Dictionary[str, Tensor], d_head: int) -> HeadNorm | None:
-        """Return the norm of queries (side "query") or keys ("key"), where there is one.
+        """Return the norm of queries or keys; None if there is none.
+
+        Args:
+            layer: Number of the layer.
+            side: "query" or "key".
+            tensors: Tensors of the layer by role.
+            d_head: Inner width of the layer's heads; 0 if the layer has no factors.
 
         Raises:
-            CallError: its gain or bias is not as wide as heads are.
+            CallError: The width of the gain or the bias is not a multiple of d_head.
         """
         table = self._of(layer).get("query_key_norm")
         gain, bias = tensors.get(f"{side}_norm_gain"), tensors.get(f"{side}_norm_bias")
@@ -136,7 +121,7 @@ class StatedFacts:
             table = {"kind": None}
         if table is None:
             return None
-        # One long gain is that of a norm over all heads; heads that have their own come as rows.
+        # One long gain belongs to a norm over all heads. Heads with gains of their own have one row each.
         over = "all" if gain is not None and gain.ndim == 1 and gain.numel() != d_head else "head"
         return HeadNorm(
             kind=None if table["kind"] is UNKNOWN else table["kind"],
@@ -158,8 +143,8 @@ class StatedFacts:
     def _rotary(self, stated: Any, d_head: int | None) -> Rotary | None:
         if not stated:
             return None
-        given = stated if isinstance(stated, dict) else {}
-        table = {name: value for name, value in given.items() if value is not None}
+        entries = stated if isinstance(stated, dict) else {}
+        table = {name: value for name, value in entries.items() if value is not None}
         pairing, base = table.get("pairing", "halves"), table.get("base", UNKNOWN)
         if d_head is None or base is UNKNOWN or UNKNOWN in (table.get("dims"), table.get("fraction")):
             return Rotary(pairing=pairing)
@@ -182,7 +167,9 @@ class StatedFacts:
             raise CallError(f"{name} of {self.origin} should be a table with {', '.join(expected)}, got {value!r}")
         for key, entry in value.items():
             if key not in expected:
-                raise CallError(f"[{name}] of {self.origin} has {key!r}; known are {', '.join(expected)}")
+                raise CallError(
+                    f"[{name}] of {self.origin} has the unknown key {key!r}; known are {', '.join(expected)}"
+                )
             if entry is not UNKNOWN and entry is not None:
                 self._check_value(f"{name}.{key}", entry, expected[key])
 
@@ -190,7 +177,7 @@ class StatedFacts:
         if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
             kinds = " or ".join(kind.__name__ for kind in expected)
             raise CallError(f"{name} of {self.origin} should be of type {kinds}, got {value!r}")
-        choices = _CHOICES.get(name.rpartition(".")[2])
+        choices = CHOICES.get(name.rpartition(".")[2])
         if choices and value not in choices:
             raise CallError(f"{name} of {self.origin} should be one of {', '.join(choices)}, got {value!r}")
 
@@ -204,15 +191,17 @@ def _number(value: Any) -> float | None:
 
 
 def _with_offset(gain: Tensor | None, table: Dictionary[str, Any]) -> Tensor | None:
-    """1 + w where the model stores w; in float64, as 1 + w may not fit the type of w."""
+    """Return 1 + w if the model stores w; in float64, because the type of w may not hold 1 + w exactly."""
     offset = table.get("gain_offset")
     return gain if gain is None or not offset else gain.to(torch.float64) + offset
 
 
 def _by_head(gain: Tensor | None, d_head: int) -> Tensor | None:
-    """[d_head] where all heads share it, else [head, d_head]."""
+    """Return the gain as [d_head] if all heads share it, else as [head, d_head]."""
     if gain is None or not d_head or gain.numel() == d_head:
         return gain
     if gain.numel() % d_head:
-        raise CallError(f"the norm of queries or keys has {gain.numel()} numbers, and heads have {d_head} each")
+        raise CallError(
+            f"the norm of queries or keys has {gain.numel()} entries, which is not a multiple of d_head = {d_head}"
+        )
     return gain.reshape(-1, d_head)

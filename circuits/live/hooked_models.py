@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..architectures.layouts import LAYOUTS, demand_floating
-from ..architectures.stated_facts import FACTS
+from ..architectures.schema import FACTS
 from ..checkpoints.tensor_file import in_memory
 from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint

@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 from qkov.circuits import CallError, QkovError, open_checkpoint
-from qkov.circuits.architectures.config_holes import cases, filled
+from qkov.circuits.architectures.config_lookups import cases, filled
 from qkov.circuits.architectures.families import architectures, unsupported
 from qkov.circuits.architectures.recognition import recognise
-from qkov.circuits.architectures.stated_facts import FACTS, StatedFacts
+from qkov.circuits.architectures.schema import FACTS
+from qkov.circuits.architectures.stated_facts import StatedFacts
 from qkov.circuits.live.tensors import LiveWeights
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
@@ -155,7 +156,7 @@ def llama_without_config(folder):
 def test_names_tell_and_the_number_of_heads_has_to_be_given(tmp_path):
     file = llama_without_config(tmp_path)
     with pytest.raises(
-        QkovError, match=r"this is LLaMA, .*nothing tells its number of heads: give --heads, or put the"
+        QkovError, match=r"is LLaMA, .*nothing tells its number of heads: give --heads, or put the"
     ):
         open_checkpoint(file)
     opened = open_checkpoint(file, heads=4)
@@ -167,10 +168,10 @@ def test_a_model_type_that_is_not_known_is_said_with_what_its_names_fit(tmp_path
     file = llama_without_config(tmp_path)
     config = {"model_type": "newest", "num_attention_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(QkovError, match=r"the model_type 'newest' in config.json, which is not known.*--family llama"):
+    with pytest.raises(QkovError, match=r"the model_type 'newest' in config.json, which is unknown.*--family llama"):
         open_checkpoint(file)
     opened = open_checkpoint(file, family="llama")
-    assert opened.recognised.endswith("as asked")
+    assert opened.recognised.endswith("as requested")
     assert [weights.heads for weights in opened.layers()] == [4, 4]
 
 
@@ -182,7 +183,7 @@ def test_a_family_that_is_not_there_is_said_with_those_that_are(tmp_path):
 def test_a_family_whose_tensors_are_not_there_is_refused(tmp_path):
     file = llama_without_config(tmp_path)
     with pytest.raises(
-        QkovError, match=r"should be GPT-J .as asked., and holds none of its attention weights: expected h"
+        QkovError, match=r"should be GPT-J .as requested., but holds none of its attention weights: expected h"
     ):
         open_checkpoint(file, family="gptj", heads=4)
 

@@ -60,7 +60,7 @@ def test_what_a_config_cannot_say(name, changes, told, tmp_path):
 )
 def test_a_config_of_another_model(changes, said, shown, tmp_path):
     message = refused(tmp_path, "llama", changes)
-    assert f"says {said}, and the shapes of its weights say {shown}: they are of different models" in message
+    assert f"says {said}, but the shapes of the weights say {shown}, so they belong to different models" in message
 
 
 def test_heads_that_do_not_divide_are_named(tmp_path):

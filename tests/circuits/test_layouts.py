@@ -143,7 +143,7 @@ def test_heads_are_counted_from_shapes(shapes, layouts, heads, expected):
     ("tensor", "message"),
     [
         (torch.zeros(5, 12), r"w has shape \(5, 12\), which does not fit the layout"),
-        (torch.zeros(12, 12, dtype=torch.int8), r"w holds torch.int8 numbers; expected floating ones"),
+        (torch.zeros(12, 12, dtype=torch.int8), r"w holds torch.int8 numbers; expected floating-point numbers"),
         (torch.zeros(0, 12), r"w has shape \(0, 12\), which holds nothing"),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_norm_of_queries_that_is_named_and_not_described_is_there(tmp_path):
     assert weights.query_norm.kind is None
     assert weights.key_norm is None
     wrong = parse_mapping(table(tensors=tensors | {"query_norm_gain": "wrong"}), "a test")
-    with pytest.raises(QkovError, match="the norm of queries or keys has 5 numbers, and heads have 2 each"):
+    with pytest.raises(QkovError, match="the norm of queries or keys has 5 entries, which is not a multiple of d_head = 2"):
         next(open_checkpoint(tmp_path / "a.pt", wrong).layers())
 
 
@@ -60,7 +60,7 @@ def test_what_a_file_lacks_is_named():
         QkovError, match=r"a test names no tensor of the file.*layers.\{layer\}.q.*; the file holds a, b"
     ):
         mapping.layers({"a", "b"})
-    with pytest.raises(QkovError, match=r"they are there with prefix = \"model\.net\"; the file holds model"):
+    with pytest.raises(QkovError, match=r"the file has them with prefix = \"model\.net\"; the file holds model"):
         mapping.layers({"model.net.layers.0.q", "model.net.layers.0.k", "other.layers.0.k"})
     with pytest.raises(QkovError, match=r"layer 1 lacks layers.1.k"):
         mapping.layers({"layers.0.q", "layers.0.k", "layers.1.q"})
@@ -69,8 +69,8 @@ def test_what_a_file_lacks_is_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head": 3}, "unknown key 'head'; known are causal"),
-        ({"tensors": {"X": "w"}}, "has 'X'; known are Q, K, V, O, QKV"),
+        ({"head": 3}, "unknown key 'head'; known are tensors, layout, heads"),
+        ({"tensors": {"X": "w"}}, "has the unknown key 'X'; known are Q, K, V, O, QKV"),
         ({"tensors": {}}, "names no tensor; it needs a table"),
         ({"tensors": {"Q": 3}}, "should be a table of strings"),
         ({"tensors": {"Q": "q", "QKV": "w"}}, "both QKV and one of Q, K, V"),
@@ -81,8 +81,8 @@ def test_what_a_file_lacks_is_named():
         ({"layout": "sideways"}, "layout of a test is 'sideways'; expected one of linear, conv1d"),
         ({"layout": {"Q": "(head d_head) d_model"}}, "gives no layout for K"),
         ({"layout": None}, "gives no layout for Q"),
-        ({"tensors": {"Q": "q"}}, "has Q, which make up no circuit; W_QK takes Q and K"),
-        ({"tensors": {"Q": "q", "V": "v"}}, "make up no circuit"),
+        ({"tensors": {"Q": "q"}}, "has Q, which do not form a circuit; W_QK needs Q and K"),
+        ({"tensors": {"Q": "q", "V": "v"}}, "do not form a circuit"),
         ({"tensors": {"Q": "q", "K": "k", "QK": "w"}}, "has both QK and its factors"),
         ({"tensors": {"QKV": "q", "OV": "w"}}, "has both OV and its factors"),
         ({"tensors": QK, "layout": {"Q": "d_head d_modle"}}, "expected the axes head, d_model, d_head"),
@@ -90,7 +90,7 @@ def test_what_a_file_lacks_is_named():
         ({"scalars": {"loss": 1}}, r"\[scalars\] of a test should be a table of strings"),
         ({"tensors": {**QK, "b_V": "v.bias"}}, "has b_V without V, whose bias it is"),
         ({"rotary": {"pairing": "thirds"}}, "rotary.pairing of a test should be one of halves, adjacent"),
-        ({"rotary": {"speed": 1}}, r"\[rotary\] of a test has 'speed'; known are pairing"),
+        ({"rotary": {"speed": 1}}, r"\[rotary\] of a test has the unknown key 'speed'; known are pairing"),
         ({"rotary": 3}, "rotary of a test should be a table with pairing"),
         ({"norm": {"kind": "batch_norm"}}, "norm.kind of a test should be one of layer_norm, rms_norm"),
         ({"norm": {"eps": 1e-5}}, r"\[norm\] of a test lacks kind: one of layer_norm, rms_norm"),

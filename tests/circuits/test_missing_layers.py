@@ -95,8 +95,8 @@ def test_a_layer_that_was_taken_out_is_named_and_the_rest_is_measured(family: Fa
     opened = open_checkpoint(tmp_path)
     whose = " with weights of their own" if "Albert" in family.name else ""
     assert opened.skipped == {
-        f"{family.stack} layer {last}".lstrip(): f"by config.json there are {last + 1} layers{whose}, "
-        f"and the attention of {last} of them is there"
+        f"{family.stack} layer {last}".lstrip(): f"config.json says that there are {last + 1} layers{whose}, "
+        f"and the attention of {last} of them was found"
     }
     assert [layer for stack, layer in opened.layer_keys if stack == family.stack] == list(range(last))
 
@@ -108,7 +108,7 @@ def test_a_layer_without_attention_is_missing_only_where_it_is_not_there(name: s
     tensors = load_file(tmp_path / "model.safetensors")
     cut(tmp_path, {tensor for tensor in tensors if ".layers.0." in tensor})
     assert open_checkpoint(tmp_path).skipped == {
-        "layer 0": "by config.json there are 2 layers, and the attention of 1 of them is there"
+        "layer 0": "config.json says that there are 2 layers, and the attention of 1 of them was found"
     }
 
 
@@ -126,7 +126,9 @@ def test_files_of_other_codes_have_their_number_in_configs_of_their_own(name: st
         return opened.skipped
 
     assert saved([0, 1, 2]) == {}
-    assert saved([0, 2]) == {"layer 1": f"by {file} there are 3 layers, and the attention of 2 of them is there"}
+    assert saved([0, 2]) == {
+        "layer 1": f"{file} says that there are 3 layers, and the attention of 2 of them was found"
+    }
 
 
 def test_no_family_is_without_the_number_but_those_listed() -> None:
@@ -165,8 +167,8 @@ def test_the_two_halves_of_a_model_have_a_number_each(first: int, second: int, t
         for stack, number in gone:
             cut(tmp_path / name, layer_names(tmp_path / name, stack, number - 1))
         assert open_checkpoint(tmp_path / name).skipped == {
-            f"{stack} layer {number - 1}": f"by config.json there are {number} layers, and the attention of "
-            f"{number - 1} of them is there"
+            f"{stack} layer {number - 1}": f"config.json says that there are {number} layers, and the attention of "
+            f"{number - 1} of them was found"
             for stack, number in gone
         }, name
 
@@ -192,7 +194,7 @@ def without(folder: Path, *layers: int) -> dict[str, str]:
     ],
 )
 def test_a_cut_anywhere_is_told(layers: tuple[int, ...], named: str, held: int, tmp_path: Path) -> None:
-    reason = f"by config.json there are 6 layers, and the attention of {held} of them is there"
+    reason = f"config.json says that there are 6 layers, and the attention of {held} of them was found"
     assert without(tmp_path, *layers) == {named: reason}
     assert inspect_checkpoint(open_checkpoint(tmp_path))["skipped"] == {named: reason}
 
@@ -204,7 +206,7 @@ def test_layers_beyond_the_number_are_no_fault_and_do_not_count(tmp_path: Path) 
     assert open_checkpoint(tmp_path).skipped == {}
     cut(tmp_path, layer_names(tmp_path, "", 1))
     assert open_checkpoint(tmp_path).skipped == {
-        "layer 1": "by config.json there are 4 layers, and the attention of 3 of them is there"
+        "layer 1": "config.json says that there are 4 layers, and the attention of 3 of them was found"
     }
 
 
@@ -248,5 +250,5 @@ def test_a_model_in_memory_is_told_of_too() -> None:
     assert open_model(model).skipped == {}
     model.model.layers = model.model.layers[:2]
     assert open_model(model).skipped == {
-        "layers 2 to 3": "by the model's config there are 4 layers, and the attention of 2 of them is there"
+        "layers 2 to 3": "the model's config says that there are 4 layers, and the attention of 2 of them was found"
     }

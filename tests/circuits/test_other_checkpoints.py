@@ -87,7 +87,7 @@ def test_nanogpt_with_the_numbers_in_the_file(bias, wrapper, tmp_path):
     }
     torch.save(saved, tmp_path / "ckpt.pt")
     checkpoint = open_checkpoint(tmp_path / "ckpt.pt")
-    assert checkpoint.recognised == "as nanoGPT, minGPT by its tensor names, with the numbers of model_args in the file"
+    assert checkpoint.recognised == "as nanoGPT, minGPT by its tensor names, with the values of model_args in the file"
     (weights,) = checkpoint.layers()
     assert_output(weights, stream(), nanogpt_attention(stream(), state))
 
@@ -185,7 +185,7 @@ def test_litgpt_old_and_new(alternating, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "num_attention_heads": 3}))
     checkpoint = open_checkpoint(tmp_path)
     assert "LitGPT" in checkpoint.recognised or "lit-gpt" in checkpoint.recognised
-    assert checkpoint.recognised.endswith("by its tensor names, with the numbers of model_config.yaml")
+    assert checkpoint.recognised.endswith("by its tensor names, with the values of model_config.yaml")
     (weights,) = checkpoint.layers()
     assert weights.group_size == 2
     assert weights.facts.unknown == frozenset()

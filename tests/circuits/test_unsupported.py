@@ -197,7 +197,7 @@ def test_config_tells(name, folders):
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in _READ_BY_NAMES])
 def test_names_alone_tell(name, folders, tmp_path):
     with pytest.raises(
-        QkovError, match=r"by its names, which is not measured: .|holds nothing to measure: ."
+        QkovError, match=r"as its names show, which is not measured: .|holds nothing to measure: ."
     ) as caught:
         open_checkpoint(without_config(folders(name), tmp_path))
     assert MODELS[name][1] in str(caught.value)

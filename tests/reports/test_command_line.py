@@ -143,7 +143,7 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
         (["track", "full"], 2, "full holds no checkpoint"),
         (["inspect", "text.pt"], 1, "text.pt is not a PyTorch file"),
         (["track", "text.pt"], 1, "text.pt is not a PyTorch file"),
-        (["track", "run", "--map", "nothing.toml"], 1, "names no tensor of the file: it asks for nowhere, neither"),
+        (["track", "run", "--map", "nothing.toml"], 1, "names no tensor of the file: it names nowhere, neither"),
         (["track", "run", "--map", "broken.toml"], 2, "cannot be read as TOML"),
         (["track", "run", "--map", "missing.toml"], 2, "missing.toml does not exist"),
         (
