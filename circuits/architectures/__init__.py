@@ -1,1 +1,1 @@
-"""Which tensor of a model is W_Q, W_K, W_V or W_O: families, mappings and recognition."""
+"""Find which tensors of a model are W_Q, W_K, W_V and W_O: families, mappings and recognition."""

@@ -1,1 +1,1 @@
-"""Attention weights of models in memory."""
+"""Read the attention weights of models in memory."""

@@ -1,4 +1,4 @@
-"""What the config of a TransformerLens model says of its attention beside the weights."""
+"""Facts about attention that the config of a TransformerLens model states beside the weights."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _POSITIONS: dict[str, Positions] = {
     "relative_positional_bias": "relative",
     "rotary": "rotary",
 }
-#: These have their norms behind attention.
+#: Architectures whose norms come after attention.
 _NORM_BEHIND = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
 
 
@@ -25,14 +25,14 @@ def facts_of(cfg: Any, attention: Any, stack: str, layer: int, d_head: int) -> A
     """Return the facts of one layer.
 
     Args:
-        cfg: of the model; what it lacks is unknown.
-        attention: of the layer.
-        stack: that it is in.
-        layer: its number.
-        d_head: inner width of its heads.
+        cfg: Config of the model. Facts that it does not state are unknown.
+        attention: Attention module of the layer.
+        stack: Name of the stack; empty if the model has only one.
+        layer: Number of the layer.
+        d_head: Inner width of its heads.
     """
-    told = {"positions": "positional_embedding_type", "causal": "attention_dir", "norm": "normalization_type"}
-    unknown = {fact for fact, key in told.items() if not hasattr(cfg, key)}
+    config_keys = {"positions": "positional_embedding_type", "causal": "attention_dir", "norm": "normalization_type"}
+    unknown = {fact for fact, key in config_keys.items() if not hasattr(cfg, key)}
     if "positions" in unknown:
         unknown.add("rotary")
     kind = getattr(cfg, "positional_embedding_type", None)
@@ -55,20 +55,39 @@ def facts_of(cfg: Any, attention: Any, stack: str, layer: int, d_head: int) -> A
 
 
 def norm_of(cfg: Any, block: Any, stack: str) -> Norm | None:
-    """Return the norm in front of a block's attention; None where it stands behind, there is none, or it is unknown."""
+    """Return the norm in front of a block's attention; None if it comes after attention, is missing, or is unknown.
+
+    Args:
+        cfg: Config of the model.
+        block: The block.
+        stack: Name of the stack; empty if the model has only one.
+    """
     kind = getattr(cfg, "normalization_type", None)
-    # BERT's block alone has a hook behind its last norm.
-    behind = getattr(cfg, "original_architecture", None) in _NORM_BEHIND or hasattr(block, "hook_normalized_resid_post")
-    if kind is None or behind:
+    # Only BERT's block has a hook after its last norm.
+    is_after_attention = getattr(cfg, "original_architecture", None) in _NORM_BEHIND or hasattr(
+        block, "hook_normalized_resid_post"
+    )
+    if kind is None or is_after_attention:
         return None
     module = getattr(block, "ln2" if stack == "decoder cross" else "ln1", None)
-    # Stacks with names are T5's, whose norms are RMSNorms whatever the config says.
+    # Only T5 has stacks with names, and its norms are RMSNorms whatever the config says.
     layer_norm = kind.upper().startswith("LN") and not stack
-    return Norm("layer_norm" if layer_norm else "rms_norm", _given(module, "w"), _given(module, "b"), float(cfg.eps))
+    return Norm(
+        "layer_norm" if layer_norm else "rms_norm",
+        _norm_parameter(module, "w"),
+        _norm_parameter(module, "b"),
+        float(cfg.eps),
+    )
 
 
 def head_norms_of(cfg: Any, attention: Any, d_head: int) -> tuple[HeadNorm | None, HeadNorm | None]:
-    """Return the norms of queries and of keys."""
+    """Return the norm of the queries and the norm of the keys, each None if there is none.
+
+    Args:
+        cfg: Config of the model.
+        attention: Attention module of the layer.
+        d_head: Inner width of its heads.
+    """
     return _head_norm(cfg, attention, "q_norm", d_head), _head_norm(cfg, attention, "k_norm", d_head)
 
 
@@ -76,7 +95,7 @@ def _head_norm(cfg: Any, attention: Any, name: str, d_head: int) -> HeadNorm | N
     module = getattr(attention, name, None)
     if module is None:
         return None
-    gain = _given(module, "w")
+    gain = _norm_parameter(module, "w")
     over_all = not getattr(cfg, "use_qk_norm", False)
     return HeadNorm(
         kind="rms_norm",
@@ -87,17 +106,17 @@ def _head_norm(cfg: Any, attention: Any, name: str, d_head: int) -> HeadNorm | N
 
 
 def _score_scale(cfg: Any, layer: int, d_head: int) -> float:
-    """1/attn_scale, by which TransformerLens divides; -1 stands for sqrt(d_head)."""
+    """Return 1/attn_scale. TransformerLens divides the scores by attn_scale; -1 stands for sqrt(d_head)."""
     stated = getattr(cfg, "attn_scale", -1.0)
     divisor = float(stated) if stated > 0 else d_head**0.5
     if not getattr(cfg, "use_attn_scale", True):
-        # A native bridge scales all the same.
+        # A native bridge scales the scores nevertheless.
         divisor = d_head**0.5 if _is_native(cfg) else 1.0
     return 1.0 / (divisor * (layer + 1 if getattr(cfg, "scale_attn_by_inverse_layer_idx", False) else 1))
 
 
 def _rotary(cfg: Any, local: bool, d_head: int) -> Rotary:
-    """The rotation of a layer; its frequencies are not known where the scaling depends on more than the config."""
+    """Return the rotation of a layer; its frequencies are unknown if the scaling depends on more than the config."""
     base = getattr(cfg, "rotary_base_local", None) if local else None
     adjacent = getattr(cfg, "rotary_adjacent_pairs", False) or _is_native(cfg)
     pairing = "adjacent" if adjacent else "halves"
@@ -109,7 +128,7 @@ def _rotary(cfg: Any, local: bool, d_head: int) -> Rotary:
 
 
 def _scaling(cfg: Any, local: bool) -> dict[str, Any] | None:
-    """The scaling of rotary positions as a transformers config would state it."""
+    """Return the scaling of rotary positions as a transformers config would state it."""
     if getattr(cfg, "use_NTK_by_parts_rope", False):
         return {
             "rope_type": "llama3",
@@ -135,11 +154,11 @@ def _scaling(cfg: Any, local: bool) -> dict[str, Any] | None:
 
 
 def _is_native(cfg: Any) -> bool:
-    """Whether the model is TransformerLens' own, made without another library's."""
+    """Return whether the model is TransformerLens' own, without a model of another library inside."""
     return getattr(cfg, "architecture", None) == "TransformerLensNative"
 
 
-def _given(module: Any, name: str) -> Tensor | None:
-    """A parameter of a norm, where it has it."""
+def _norm_parameter(module: Any, name: str) -> Tensor | None:
+    """Return a parameter of a norm; None if the norm does not have it."""
     tensor = getattr(module, name, None)
     return in_memory(tensor, f"{name} of a norm") if isinstance(tensor, Tensor) else None

@@ -1,4 +1,4 @@
-"""A model in memory as a source: its attention weights are read where they are, at any moment of training."""
+"""Open a model in memory: its attention weights are read where they are, at any moment of training."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -60,12 +60,12 @@ def open_model(
 
 
 def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:
-    """The transformers model inside a bridge, and if it cannot be read, why; neither where there is none."""
+    """Return the transformers model inside a bridge, or why it cannot be read; neither if there is no such model."""
     inner: Any = getattr(model, "original_model", None)
     config = _plain(getattr(inner, "config", None))
     if config is None or "model_type" not in config:
         return None, None
-    # The bridge puts itself in the place of each module, and keeps the module inside.
+    # The bridge replaces each module and keeps the original one inside.
     tensors = {name.replace("._original_component", ""): tensor for name, tensor in inner.state_dict().items()}
     file = LiveWeights(tensors, f"the model {type(inner).__name__} in {type(model).__name__}", config)
     try:
@@ -75,24 +75,32 @@ def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:
 
 
 def config_of(model: nn.Module, address: str) -> dict[str, Any] | None:
-    """Return the config of the model, or of the one model inside it that has one, as of one wrapped for training."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the config of a model, or of the only model inside it that has one, as in a model wrapped for training.
+
+    Args:
+        model: The model.
+        address: The model in words, for messages.
+
+    Raises:
+        QkovError: Several models inside have a config of their own.
+    """
+    configs: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
-        config = None if _lies_in(name, found) else _plain(getattr(module, "config", None))
+        config = None if _is_inside(name, configs) else _plain(getattr(module, "config", None))
         if config is not None:
-            found[name] = config
-    if len(found) > 1:
-        named = ", ".join(found)
-        raise QkovError(f"{address} holds several models with a config of their own, {named}: open one of them")
-    return next(iter(found.values()), None)
+            configs[name] = config
+    if len(configs) > 1:
+        named = ", ".join(configs)
+        raise QkovError(f"{address} contains several models that have their own config, {named}; open one of them")
+    return next(iter(configs.values()), None)
 
 
-def _lies_in(name: str, outer: Iterable[str]) -> bool:
+def _is_inside(name: str, outer: Iterable[str]) -> bool:
     return any(not path or name.startswith(f"{path}.") for path in outer)
 
 
 def _plain(config: Any) -> dict[str, Any] | None:
-    """A config as JSON could hold it; None for what is none."""
+    """Return a config in a form that JSON could hold; None for an object that is not a config."""
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     elif dataclasses.is_dataclass(config) and not isinstance(config, type):

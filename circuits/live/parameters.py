@@ -1,4 +1,4 @@
-"""The attention parameters of a model in training, so that whatever belongs to them is read as its weights are."""
+"""The attention parameters of a model in training, so that their gradients are read as the weights are."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as Dictionary
@@ -19,23 +19,28 @@ from .models import config_of, open_model
 from .tensors import LiveWeights
 from .torch_modules import FoundModules, has_attention_modules, mappings_of
 
-#: The families of TransformerLens' models; how a bridge keeps its output projection, its names do not always tell.
+#: The families of TransformerLens' models. Names alone do not always show the layout of a bridge's output projection.
 _HOOKED = ("transformer_lens", "transformer_lens_bridge", "transformer_lens_bridge_conv1d")
 
 
 class LiveParameters:
-    """The parameters that hold a model's attention, known by the names of its state dict.
+    """The parameters that hold a model's attention, under the names of its state dict.
 
     Attributes:
-        recognised: the mapping of each stack of layers, and how it was found.
+        model: The model.
+        recognised: The mapping of each stack of layers, and how it was found.
     """
 
     def __init__(self, model: nn.Module, options: ReadingOptions | None = None) -> None:
         """Recognise a model as `open_model` does, but always by its parameters.
 
+        Args:
+            model: The model.
+            options: How to read it, if that is not left to recognition.
+
         Raises:
-            CallError: it is no torch.nn.Module, or the options do not go together.
-            QkovError: its names are not recognised, or its attention is not kept in parameters of its own.
+            CallError: `model` is not a torch.nn.Module, or the options do not go together.
+            QkovError: The names are not recognised, or the attention weights are not parameters of the model.
         """
         if not isinstance(model, nn.Module):
             raise CallError(f"expected a torch.nn.Module, got {type(model).__name__}")
@@ -44,7 +49,7 @@ class LiveParameters:
         self.model = model
         self._address = f"the model {type(model).__name__}"
         hooked = not options.are_given and has_weight_interface(model)
-        # The parts of TransformerLens' models may have configs of their own; the model itself tells its heads.
+        # Parts of TransformerLens' models may have their own configs. The model itself states the number of heads.
         self._config = None if hooked else config_of(model, self._address)
         self._modules: FoundModules | None = None
         tensors = self.tensors()
@@ -64,12 +69,14 @@ class LiveParameters:
         return self.model.state_dict(keep_vars=True)
 
     def read(self, value: Callable[[nn.Parameter], Tensor]) -> OpenCheckpoint:
-        """Read what belongs to the parameters, arranged as attention weights: W_Q holds what belongs to W_Q.
+        """Read a value of each parameter, such as its gradient, arranged as attention weights.
 
-        The layers' facts, norms and basis are those of weights and mean nothing for anything else.
+        W_Q of the layers then holds the values of W_Q. The facts, norms and basis of the layers describe weights, and
+        mean nothing for other values.
 
         Args:
-            value: of a parameter, of its shape: itself, its gradient, a state of its optimizer.
+            value: Returns a tensor of the parameter's shape: the parameter itself, its gradient, or a state of its
+                optimizer.
         """
         tensors = {
             name: value(tensor) if isinstance(tensor, nn.Parameter) else tensor
@@ -83,19 +90,19 @@ class LiveParameters:
         return unwrapped(LiveWeights(tensors, self._address, self._config))
 
     def _of_hooked(self, model: Any) -> Recognised:
-        """The mapping by which the parameters are the weights that the interface gives."""
+        """Return the mapping that reads from the parameters the weights that the interface gives."""
         file = self._file(self.tensors())
         for family in _HOOKED:
             try:
                 recognised = recognise(file, family, model.cfg.n_heads)
                 if _same_weights(OpenCheckpoint(file, recognised), open_model(model).layers()):
-                    how = f"by the parameters of {type(model).__name__}, which are the weights of its interface"
+                    how = f"by the parameters of {type(model).__name__}, which equal the weights of its interface"
                     return Recognised(how, recognised.stacks)
             except QkovError:
                 continue
         raise QkovError(
-            f"the weights that {type(model).__name__} gives are not kept in parameters of known names, so they cannot "
-            f"be followed in training: give the model of transformers inside it, or a mapping"
+            f"the weights of {type(model).__name__}'s interface are not parameters with known names, so they cannot be "
+            f"followed in training; use the transformers model inside it, or give a mapping"
         )
 
 
@@ -103,7 +110,7 @@ def _same_weights(opened: OpenCheckpoint, layers: Iterator[Any]) -> bool:
     pairs = zip(opened.layers(), layers, strict=True)
     try:
         return all(_equal(getattr(one, name), getattr(other, name)) for one, other in pairs for name in NAMES)
-    except ValueError:  # not as many layers
+    except ValueError:  # The numbers of layers differ.
         return False
 
 

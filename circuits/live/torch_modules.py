@@ -1,4 +1,4 @@
-"""The torch.nn.MultiheadAttention modules of a model as mappings: the modules say what the names of a file do not."""
+"""Mappings of a model's torch.nn.MultiheadAttention modules, which state what the names in a file do not."""
 
 import re
 from collections.abc import Mapping as Dictionary
@@ -15,34 +15,36 @@ from ..errors import QkovError
 
 @dataclass(frozen=True)
 class FoundModules:
-    """One mapping for each kind of attention in a layer, and the biases that torch keeps joined.
+    """One mapping for each kind of attention in a layer, and the biases that torch stores joined.
 
     Attributes:
-        mappings: one for each kind.
-        joined: for the name of each bias that is part of another tensor, that tensor's name and which third it is.
+        mappings: The mapping of each kind of attention.
+        joined: For each bias that is part of another tensor, the name of that tensor, and the third of it that the bias
+            is.
     """
 
     mappings: tuple[Mapping, ...]
     joined: dict[str, tuple[str, int]]
 
     def apart(self, tensors: Dictionary[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of the model with the joined biases taken apart beside them."""
+        """Return the tensors of the model, together with the parts of joined biases under names of their own."""
         parts = {name: tensors[whole].chunk(3)[third] for name, (whole, third) in self.joined.items()}
         return {**tensors, **parts}
 
 
 def has_attention_modules(model: nn.Module) -> bool:
-    """Whether there is a torch.nn.MultiheadAttention in the model."""
+    """Return whether the model contains a torch.nn.MultiheadAttention."""
     return any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
 
 
 def mappings_of(model: nn.Module) -> FoundModules:
-    """Return the mappings of the model's attention modules, which need neither a number of heads nor a config.
+    """Return the mappings of the model's attention modules. They need neither a number of heads nor a config.
 
-    In a torch.nn.TransformerEncoderLayer or TransformerDecoderLayer the norm in front is known; elsewhere it is not.
+    The norm in front of attention is known in a torch.nn.TransformerEncoderLayer or TransformerDecoderLayer, and
+    unknown elsewhere.
 
     Raises:
-        QkovError: modules that differ only in the number of their layer are not alike.
+        QkovError: Modules whose names differ only in the number of the layer have different heads, biases or norms.
     """
     tables: dict[str, dict[str, Any]] = {}
     joined: dict[str, tuple[str, int]] = {}
@@ -53,23 +55,25 @@ def mappings_of(model: nn.Module) -> FoundModules:
         template = _numbered(path)
         facts, norm_tensors = _norm(model.get_submodule(parent_path), name, _numbered(parent_path))
         table = {"tensors": _tensors(module, template) | norm_tensors, "layout": "linear", "heads": module.num_heads}
-        # Whether a mask hides what comes later is said when the module is called.
+        # A mask is given only when the module is called.
         table |= {"causal": UNKNOWN, "positions": UNKNOWN} | facts
         if tables.setdefault(template, table) != table:
             raise QkovError(
-                f"the attention modules {template} differ from layer to layer in heads, biases or norm: "
-                f"open the parts of the model that are alike by themselves"
+                f"the attention modules {template} differ from layer to layer in heads, biases or norm; "
+                f"open the parts of the model that are alike separately"
             )
         if module.in_proj_bias is not None and module.in_proj_weight is None:
             whole = _join(path, "in_proj_bias")
             joined |= {f"{whole}.{part}": (whole, third) for third, part in enumerate(SCORES_IN)}
     stacks = {template: {} if len(tables) == 1 else {"stack": template.replace(".{layer}", "")} for template in tables}
     origin = "its torch.nn.MultiheadAttention modules"
-    return FoundModules(tuple(parse_mapping(table | stacks[at], origin) for at, table in tables.items()), joined)
+    return FoundModules(
+        tuple(parse_mapping(table | stacks[template], origin) for template, table in tables.items()), joined
+    )
 
 
 def _numbered(path: str) -> str:
-    """The path with {layer} for the first number in it."""
+    """Return the path with {layer} in place of its first number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "{layer}", path, count=1)
 
 
@@ -88,7 +92,7 @@ def _tensors(module: nn.MultiheadAttention, template: str) -> dict[str, str]:
 
 
 def _norm(parent: nn.Module, name: str, parent_path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the layer around the module tells of norm and cross-attention, and the names of the norm's tensors."""
+    """Return what the layer around the module states about it, and the names of its norm's tensors."""
     if not isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return {"norm": UNKNOWN}, {}
     cross = {"cross": True} if name == "multihead_attn" else {}
@@ -98,9 +102,9 @@ def _norm(parent: nn.Module, name: str, parent_path: str) -> tuple[dict[str, Any
     norm = parent.get_submodule(norm_name)
     if not isinstance(norm, nn.LayerNorm):
         return cross | {"norm": UNKNOWN}, {}
-    at = _join(parent_path, norm_name)
+    path = _join(parent_path, norm_name)
     named = {"norm_gain": ("weight", norm.weight), "norm_bias": ("bias", norm.bias)}
-    tensors = {role: f"{at}.{name}" for role, (name, tensor) in named.items() if tensor is not None}
+    tensors = {role: f"{path}.{name}" for role, (name, tensor) in named.items() if tensor is not None}
     return cross | {"norm": {"kind": "layer_norm", "eps": norm.eps}}, tensors
 
 

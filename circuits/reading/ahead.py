@@ -1,4 +1,4 @@
-"""What is read one after the other, the next piece of it while the last one is in use."""
+"""Read pieces one after another, each while the previous one is in use."""
 
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -10,33 +10,33 @@ Result = TypeVar("Result")
 
 
 def read_ahead(readings: Iterable[Callable[[], Result]]) -> Generator[Result, None, None]:
-    """Yield what each reading returns, in order; from the second on, the next begins as soon as one is done.
+    """Yield the result of each reading, in order. From the second on, a reading starts when the previous one is done.
 
-    Whoever wants the first alone has no other begun. A reading that fails raises where its result would come. Whoever
-    stops in between does not wait for the one that was begun.
+    A caller that takes only the first result starts no other reading. A reading that fails raises where its result
+    would come. A caller that stops early does not wait for the reading that has started.
     """
-    coming = iter(readings)
-    for first in islice(coming, 1):
+    remaining = iter(readings)
+    for first in islice(remaining, 1):
         yield first()
-    begun = None
-    for reading in coming:
-        if begun is None:
-            begun = _begin(reading)
+    started = None
+    for reading in remaining:
+        if started is None:
+            started = _start(reading)
             continue
-        result, begun = begun.result(), _begin(reading)
+        result, started = started.result(), _start(reading)
         yield result
-    if begun is not None:
-        yield begun.result()
+    if started is not None:
+        yield started.result()
 
 
-def _begin(reading: Callable[[], Result]) -> "Future[Result]":
-    begun: Future[Result] = Future()
+def _start(reading: Callable[[], Result]) -> "Future[Result]":
+    future: Future[Result] = Future()
 
     def read() -> None:
         try:
-            begun.set_result(reading())
+            future.set_result(reading())
         except BaseException as error:
-            begun.set_exception(error)
+            future.set_exception(error)
 
     Thread(target=read, name="qkov reading", daemon=True).start()
-    return begun
+    return future

@@ -1,4 +1,4 @@
-"""The checkpoints that qkov's own training saves: safetensors under TransformerLens' names, with metadata."""
+"""The checkpoints that qkov's own training saves: safetensors with TransformerLens' names and metadata."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ _KEY = "qkov"
 def save_checkpoint(
     folder: Path, step: int, layers: list[AttentionWeights], scalars: dict[str, float], settings: dict[str, Any]
 ) -> Path:
-    """Write step_000000123.safetensors into the folder, whole or not at all.
+    """Write step_000000123.safetensors into the folder, completely or not at all, and return its path.
 
     Args:
-        folder: of the run.
-        step: number of steps taken.
-        layers: the weights, factors or collapsed circuits.
-        scalars: figures of this step, such as loss and time.
-        settings: what made the run: seed, ratio, parameterization and so on, as JSON can hold it.
+        folder: The folder of the run.
+        step: Number of steps taken.
+        layers: The weights: factors or collapsed circuits.
+        scalars: Values at this step, such as loss and time.
+        settings: Settings of the run, such as seed, ratio and parameterization, in a form that JSON can hold.
     """
     tensors: dict[str, Tensor] = {}
     for weights in layers:
@@ -39,7 +39,7 @@ def save_checkpoint(
                 tensors[f"blocks.{weights.layer}.attn.{name}"] = tensor.detach().clone(
                     memory_format=torch.contiguous_format
                 )
-    # One entry: safetensors writes several in no fixed order, and the same run should give the same bytes.
+    # A single entry, because safetensors writes several in no fixed order and equal runs should give equal bytes.
     metadata = {_KEY: json.dumps({"format": FORMAT, "step": step, "scalars": scalars, "settings": settings})}
     path = folder / f"step_{step:09d}.safetensors"
     write_atomically(path, save(tensors, metadata=metadata))
@@ -47,12 +47,12 @@ def save_checkpoint(
 
 
 def is_own(file: TensorFile) -> bool:
-    """Say whether qkov saved the file."""
+    """Return whether qkov saved the file."""
     return FORMAT in file.metadata.get(_KEY, "")
 
 
 def own_mapping(file: TensorFile) -> Mapping:
-    """Return the mapping of a file that qkov saved: factors or collapsed circuits, whichever it holds."""
+    """Return the mapping of a file that qkov saved, which holds factors or collapsed circuits."""
     roles = {name.rsplit(".W_", 1)[1] for name in file.shapes}
     return Mapping(
         tensors={role: f"blocks.{{layer}}.attn.W_{role}" for role in sorted(roles)},
@@ -62,29 +62,29 @@ def own_mapping(file: TensorFile) -> Mapping:
 
 
 def own_scalars(file: TensorFile) -> dict[str, float]:
-    """Return the figures that were saved with the weights.
+    """Return the numbers that were saved with the weights.
 
     Raises:
-        QkovError: the metadata is damaged.
+        QkovError: The metadata is damaged.
     """
     try:
         scalars = json.loads(file.metadata[_KEY])["scalars"]
         return {name: float(value) for name, value in scalars.items()}
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise QkovError(
-            f"{file.address} says it is a {FORMAT!r}, and the scalars in its metadata are damaged"
+            f"{file.address} claims to be a {FORMAT!r}, but the scalars in its metadata are damaged"
         ) from error
 
 
 def own_settings(file: TensorFile) -> dict[str, Any]:
-    """Return what made the run, as it was saved with the weights.
+    """Return the settings of the run that were saved with the weights.
 
     Raises:
-        QkovError: the metadata is damaged.
+        QkovError: The metadata is damaged.
     """
     try:
         return dict(json.loads(file.metadata[_KEY])["settings"])
     except (KeyError, ValueError, TypeError) as error:
         raise QkovError(
-            f"{file.address} says it is a {FORMAT!r}, and the settings in its metadata are damaged"
+            f"{file.address} claims to be a {FORMAT!r}, but the settings in its metadata are damaged"
         ) from error

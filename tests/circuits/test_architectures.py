@@ -155,9 +155,7 @@ def llama_without_config(folder):
 
 def test_names_tell_and_the_number_of_heads_has_to_be_given(tmp_path):
     file = llama_without_config(tmp_path)
-    with pytest.raises(
-        QkovError, match=r"is LLaMA, .*nothing tells its number of heads: give --heads, or put the"
-    ):
+    with pytest.raises(QkovError, match=r"is LLaMA, .*nothing states its number of heads: give --heads, or put the"):
         open_checkpoint(file)
     opened = open_checkpoint(file, heads=4)
     assert opened.recognised.startswith("as LLaMA, ")

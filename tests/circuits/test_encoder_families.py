@@ -59,7 +59,7 @@ def test_names_that_two_families_share_leave_the_norm_open_until_one_is_asked_fo
 
 
 def test_heads_that_nothing_tells_are_asked_for(tmp_path):
-    with pytest.raises(QkovError, match=r"is BERT.*nothing tells its number of heads: give --heads"):
+    with pytest.raises(QkovError, match=r"is BERT.*nothing states its number of heads: give --heads"):
         read_by_names(build(BY_NAME["Bert"]), tmp_path, "")
 
 

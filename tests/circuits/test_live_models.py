@@ -105,7 +105,9 @@ def test_a_model_inside_another_is_found_with_its_config(wrap):
 
 
 def test_two_models_with_configs_of_their_own_are_not_mixed():
-    with pytest.raises(QkovError, match="contains several models that have their own config, student, teacher; open one"):
+    with pytest.raises(
+        QkovError, match="contains several models that have their own config, student, teacher; open one"
+    ):
         open_model(nn.ModuleDict({"student": llama(), "teacher": llama()}))
 
 

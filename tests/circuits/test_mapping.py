@@ -50,7 +50,9 @@ def test_a_norm_of_queries_that_is_named_and_not_described_is_there(tmp_path):
     assert weights.query_norm.kind is None
     assert weights.key_norm is None
     wrong = parse_mapping(table(tensors=tensors | {"query_norm_gain": "wrong"}), "a test")
-    with pytest.raises(QkovError, match="the norm of queries or keys has 5 entries, which is not a multiple of d_head = 2"):
+    with pytest.raises(
+        QkovError, match="the norm of queries or keys has 5 entries, which is not a multiple of d_head = 2"
+    ):
         next(open_checkpoint(tmp_path / "a.pt", wrong).layers())
 
 

@@ -55,7 +55,7 @@ def test_one_module(bias, tmp_path):
     (weights,) = read(attention, tmp_path)
     assert_attends(weights, attention, stream())
     assert {"causal", "norm"} <= weights.facts.unknown
-    with pytest.raises(QkovError, match=r"nothing tells its number of heads: give --heads"):
+    with pytest.raises(QkovError, match=r"nothing states its number of heads: give --heads"):
         read(attention, tmp_path, heads=None)
 
 
