@@ -41,7 +41,11 @@ def refused(folder, name, changes):
         ("gemma2", {"query_pre_attn_scalar": 0}, "says query_pre_attn_scalar = 0, where a number above 0"),
         ("gemma2", {"query_pre_attn_scalar": "4"}, "says query_pre_attn_scalar = '4', where a number above 0"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "says 0 where a number of layers"),
-        ("gpt_neo", {"attention_layers": None, "attention_types": [[["local"], "x"]]}, "kinds of layers and how often"),
+        (
+            "gpt_neo",
+            {"attention_layers": None, "attention_types": [[["local"], "x"]]},
+            "kinds of layers and their numbers of repetitions",
+        ),
     ],
 )
 def test_what_a_config_cannot_say(name, changes, told, tmp_path):
