@@ -44,7 +44,23 @@ def test_what_the_comments_say_of_the_theory_is_so():
 
 @pytest.mark.parametrize("table", blocks("toml"))
 def test_mappings_are_mappings(table):
-    parse_mapping(tomllib.loads(table), "the README")
+    keys = tomllib.loads(table)
+    mapping = parse_mapping(keys, "the README")
+    assert mapping.tensors == keys["tensors"]
+    assert (mapping.heads, mapping.prefix) == (keys["heads"], keys.get("prefix", ""))
+    assert mapping.scalars == keys.get("scalars", {})
+    stated = {name: keys[name] for name in ("norm", "rotary") if name in keys}
+    assert mapping.facts.table == stated
+    # Every weight has a layout: the stated one, or the one that the name of a layout stands for.
+    weights = {"Q", "K", "V", "O", "QKV"} & set(keys["tensors"])
+    assert set(mapping.layouts) == weights
+    if isinstance(keys["layout"], dict):
+        assert mapping.layouts == keys["layout"]
+
+
+def test_there_are_mappings():
+    """Without them the test above would run for none."""
+    assert blocks("toml")
 
 
 def test_commands_exist_with_their_options(capsys):

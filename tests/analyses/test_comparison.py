@@ -62,7 +62,9 @@ def test_long_after_goes_beyond_what_was_trained(small):
 
 
 def test_estimates_name_the_run(small):
-    for estimate in estimate_ratios(*small):
+    estimates = estimate_ratios(*small)
+    assert len(estimates) == 4 * 2
+    for estimate in estimates:
         assert estimate.best is estimate.run.parameterization
         assert estimate.r == pytest.approx(estimate.run.ratio, rel=0.05)
         # The largest misfit of Euler's method at a step of 2 %, where attention moves fastest.
@@ -129,6 +131,7 @@ def test_the_papers_setting_is_met_to_every_printed_digit():
 
 def test_growth_before_saturation_is_told_apart(small):
     comparisons = compare_growth(*small)
+    assert len(comparisons) == 4 * 2
     for growth in comparisons:
         assert growth.fits is not None
         assert growth.decided == (growth.series["mu_qk"].max() > 1.1 * growth.series["mu_qk"].iloc[0])

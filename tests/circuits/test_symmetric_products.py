@@ -46,7 +46,9 @@ def test_only_the_given_slice_of_a_larger_array_is_written(has_small_products):
 
 
 def test_an_empty_batch_writes_nothing(has_small_products):
-    multiply_by_transpose(np.ones((0, 10, 30)), np.ones((0, 10, 10)))
+    wide, out = np.ones((2, 10, 30)), np.full((2, 10, 10), np.nan)
+    multiply_by_transpose(wide[1:1], out[1:1])
+    assert np.isnan(out).all()
 
 
 def test_panels_are_small_products_of_equal_pieces(monkeypatch):
