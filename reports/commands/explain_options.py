@@ -51,7 +51,7 @@ class ExplainOptions:
             methods=quick_methods() if self.methods is None else _methods(self.methods),
             rollout=Rollout(residual=residual, heads=cast(Any, one_of("fusion", self.fusion, ("mean", "max", "min")))),
             perturbation=self._perturbation(),
-            target=cast(Any, one_of("target", self.target, ("predicted", "label"))),
+            target=one_of("target", self.target, ("predicted", "label")),
             draws=self.draws,
             seed=self.seed,
             batch_tokens=self.batch_tokens,

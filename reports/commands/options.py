@@ -1,7 +1,7 @@
 """Options that several commands have."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -9,6 +9,8 @@ from ...circuits.errors import CallError
 
 if TYPE_CHECKING:
     from ...circuits.reading.options import ReadingOptions
+
+Value = TypeVar("Value", bound=str)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 MappingFile = Annotated[
@@ -63,7 +65,7 @@ def reading_options(
     return ReadingOptions(stated, family, heads, prefix, trust_pickle)
 
 
-def one_of(option: str, typed: str, known: tuple[str, ...]) -> str:
+def one_of(option: str, typed: str, known: tuple[Value, ...]) -> Value:
     """Return the value of an option if it is one of the known values.
 
     Args:
@@ -74,6 +76,7 @@ def one_of(option: str, typed: str, known: tuple[str, ...]) -> str:
     Raises:
         CallError: The value is not known.
     """
-    if typed not in known:
-        raise CallError(f"--{option} should be one of {', '.join(known)}; got {typed!r}")
-    return typed
+    for value in known:
+        if value == typed:
+            return value
+    raise CallError(f"--{option} should be one of {', '.join(known)}; got {typed!r}")

@@ -43,8 +43,9 @@ def predict(
     from ...analyses.dynamics.matched_loss import at_loss, time_to_loss
     from ...analyses.dynamics.setting import Parameterization, Setting, Start
 
-    one_of("query", query, ("token", "class"))
-    setting = Setting(M=classes, b=class_tokens, m=relevant, n=background, query=query)
+    setting = Setting(
+        M=classes, b=class_tokens, m=relevant, n=background, query=one_of("query", query, ("token", "class"))
+    )
     wanted = list(Parameterization) if parameterization is None else [Parameterization.parse(parameterization)]
     predictions = []
     for chosen in wanted:

@@ -78,6 +78,6 @@ def test_every_library_that_a_command_asks_about_is_a_dependency():
     for file in (ROOT / "reports" / "commands").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "demand_supported":
-                asked |= {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                asked |= {str(leaf.value) for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
     assert "torch" in asked
     assert asked <= known
