@@ -1,7 +1,7 @@
 """Time the way from a model's file to the singular values of both circuits of every head, beside TransformerLens.
 
-Run as `python -m tests.benchmarks.checkpoints [--repeats N] [--folder KEPT] [--readme]`; the last puts the tables into
-the README. Random safetensors models of GPT-2-small and Pythia-410m shape; every measurement in a process of its own,
+Run as `python -m tests.benchmarks.checkpoints [--repeats N] [--folder KEPT] [--write]`; the last puts the tables into
+docs/speed.md. Random safetensors models of GPT-2-small and Pythia-410m shape; every measurement in its own process,
 interleaved, imports not counted; medians. Both sides end in the basis of TransformerLens' compatibility mode. The floor
 reads the same bytes and forms the bare Gram products of the factors in float64. The sweep measures a whole run, with
 all that `qkov track` measures, in one worker and in two, of one thread each, the start of the workers counted.
@@ -38,7 +38,7 @@ MODELS = {
 BASIS = "folded_centred"
 #: Checkpoints of the run that one and two workers sweep.
 SWEEP = 24
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 MARKS = ("<!-- checkpoints -->", "<!-- /checkpoints -->")
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the models are made, and kept")
-    parser.add_argument("--readme", action="store_true", help="put the tables into the README")
+    parser.add_argument("--write", action="store_true", help="Write the tables into docs/speed.md.")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.task:
@@ -175,9 +175,9 @@ def main() -> None:
         folder = given.folder or Path(temporary)
         lines = [*models_table(folder, given.repeats), "", *sentences(folder, max(1, given.repeats // 2))]
     print("\n".join(lines))
-    if given.readme:
-        before, after = README.read_text().split(MARKS[0])[0], README.read_text().split(MARKS[1])[1]
-        README.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]))
+    if given.write:
+        before, after = PAGE.read_text().split(MARKS[0])[0], PAGE.read_text().split(MARKS[1])[1]
+        PAGE.write_text("\n".join([before + MARKS[0], *lines, MARKS[1] + after]))
 
 
 def run_task(task: str, folder: Path) -> None:

@@ -12,6 +12,7 @@ from qkov.circuits import CallError, QkovError, find_checkpoints
 from qkov.circuits.checkpoints.opening import open_weights
 from safetensors.torch import save_file
 
+from ..imitated_hub import lay_out_hub, list_files
 from .range_server import Traffic, serving
 
 MODEL = "laboratory/tiny-160m"
@@ -33,29 +34,16 @@ for call in sys.argv[1:]:
 
 def hub(folder):
     """The answers of a hub as files: its refs, revisions, lists of files, and the files themselves."""
-    api = folder / "api" / "models" / MODEL
-    for kind in ("revision", "tree"):
-        (api / kind).mkdir(parents=True)
-    refs = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": 40 * "a"} for name in REVISIONS]
-    (api / "refs").write_text(json.dumps({"branches": refs[:-1], "converts": [], "tags": refs[-1:]}))
-    # What a folder answers with, for the model as a whole.
-    (api / "index.html").write_text(json.dumps({"id": MODEL, "sha": 40 * "a"}))
-    for number, name in enumerate(REVISIONS):
-        (api / "revision" / name).write_text(json.dumps({"id": MODEL, "sha": 40 * "a"}))
-        files = folder / MODEL / "resolve" / name
-        files.mkdir(parents=True)
+    files = lay_out_hub(folder, MODEL, branches=list(REVISIONS[:-1]), tags=list(REVISIONS[-1:]))
+    for number, revision in enumerate(files.values()):
         weights = {
             "attention": torch.full((64,), float(number)),
             "mlp": torch.zeros(9000),
             "output": torch.full((32,), float(-number)),
         }
-        save_file(weights, files / "model.safetensors")
-        (files / "config.json").write_text('{"model_type": "gpt_neox"}')
-        tree = [
-            {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": f"{number:040d}"}
-            for path in files.iterdir()
-        ]
-        (api / "tree" / name).write_text(json.dumps(tree))
+        save_file(weights, revision / "model.safetensors")
+        (revision / "config.json").write_text('{"model_type": "gpt_neox"}')
+    list_files(folder, MODEL, files)
     return folder
 
 
