@@ -1,4 +1,4 @@
-"""Look-ups in a family file, replaced by what the config beside the weights says; UNKNOWN if there is no config.
+"""Replace the look-ups in a family file by values of the config beside the weights, or UNKNOWN if there is no config.
 
 A look-up is `{ config = "key" }`. A case of a stack changes facts, tensors or the layout if its conditions hold, for
 all layers or for some. `families/README.md` describes every key of both.

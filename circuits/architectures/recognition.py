@@ -106,7 +106,7 @@ def _demand_distinct(stacks: tuple[Mapping, ...], file: TensorFile) -> None:
         if other is not mapping:
             first, second = (next(iter(same_name.tensors.values())) for same_name in (other, mapping))
             raise QkovError(
-                f"{file.address} holds two attentions that cannot be told apart, {other.full_name(first)} and "
+                f"{file.address} holds two attentions that cannot be distinguished, {other.full_name(first)} and "
                 f"{mapping.full_name(second)}: name the tensors of one in a mapping file (--map FILE.toml)"
             )
 

@@ -57,7 +57,7 @@ Table = dict[str, "Key"]
 
 @dataclass(frozen=True)
 class Key:
-    """What may stand under a key.
+    """The type of a key's value, and the keys of the tables in it.
 
     Attributes:
         types: The types of its value, in the words of `families/README.md`.

@@ -268,5 +268,5 @@ def test_parameters_of_a_model_that_keeps_its_attention_elsewhere_are_refused():
             attention = SimpleNamespace(**dict(zip(("W_Q", "W_K", "W_V", "W_O"), self.shared, strict=True)))
             self.blocks = [SimpleNamespace(attn=attention)]
 
-    with pytest.raises(QkovError, match="not kept in parameters of known names"):
+    with pytest.raises(QkovError, match="are not parameters with known names"):
         LiveParameters(Blocks())
