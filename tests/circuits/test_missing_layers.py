@@ -122,7 +122,7 @@ def test_files_of_other_codes_have_their_number_in_configs_of_their_own(name: st
         tensors = {template.format(layer): torch.ones(shape) for layer in layers for template, shape in shapes.items()}
         torch.save(tensors, tmp_path / weights)
         opened = open_checkpoint(tmp_path / weights)
-        assert opened.recognised.startswith(f"as {architectures()[name].title} by its tensor names, with the numbers")
+        assert opened.recognised.startswith(f"as {architectures()[name].title} by its tensor names, with the values")
         return opened.skipped
 
     assert saved([0, 1, 2]) == {}
