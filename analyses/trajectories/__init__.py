@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ...circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
-    from .one_table import circuit_table
+    from .snapshot import circuit_table
     from .store import RunStore
     from .tracking import Tracked, track
     from .view import TaskDirections

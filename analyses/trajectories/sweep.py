@@ -1,4 +1,4 @@
-"""The measurement of one checkpoint as a job that any process can do: it reads, measures and writes by itself."""
+"""The measurement of one checkpoint as a job that any process can do: it reads, measures and writes on its own."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +14,12 @@ from .view import Opened, TaskDirections, View
 
 @dataclass
 class OpenedLast:
-    """The checkpoints opened last, so that one that serves as itself, and then as the one before, is opened once.
+    """The checkpoints opened last, so that a checkpoint which is measured, and then the previous one, is opened once.
 
     Attributes:
-        options: how they are read.
-        kept_in: the folder for what is read of checkpoints at a distance, where it is kept.
-        held: those that are open, by their steps.
+        options: How the checkpoints are read.
+        kept_in: The folder in which what is read of remote checkpoints is kept; None to keep nothing.
+        held: The open checkpoints by step.
     """
 
     options: ReadingOptions
@@ -27,11 +27,11 @@ class OpenedLast:
     held: dict[int, Opened] = field(default_factory=dict)
 
     def keep(self, steps: set[int]) -> None:
-        """Let go of all others."""
+        """Close all checkpoints but those of some steps."""
         self.held = {step: opened for step, opened in self.held.items() if step in steps}
 
     def open(self, checkpoint: Checkpoint) -> Opened:
-        """Return a checkpoint, opened now or before."""
+        """Return a checkpoint, which is opened unless it is open already."""
         if checkpoint.step not in self.held:
             files = files_to_read(checkpoint, self.kept_in)
             self.held[checkpoint.step] = Opened(checkpoint, open_checkpoint(files, self.options))
@@ -40,20 +40,20 @@ class OpenedLast:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What has to be measured of one checkpoint, and all that it takes.
+    """What has to be measured of one checkpoint, with everything that the measurement needs.
 
     Attributes:
-        store: where the figures go.
-        source: the run.
-        checkpoint: to be measured.
-        before: the checkpoint before it.
-        reference: the checkpoint that it is compared with.
-        directions: what it is compared with in place of a checkpoint.
-        options: how the checkpoints are read.
-        view: basis and rotary offset.
-        key: of what the figures are made from.
-        composition_key: likewise of the composition scores; None where they are not wanted.
-        kept_in: the folder for what is read of checkpoints at a distance, where it is kept.
+        store: The store to which the rows are written.
+        source: The name of the run.
+        checkpoint: The checkpoint to measure.
+        before: The previous checkpoint; None at the first.
+        reference: The checkpoint with which it is compared; None if there is none.
+        directions: The directions with which it is compared, in place of a reference.
+        options: How the checkpoints are read.
+        view: The basis and the rotary offset.
+        key: A text that states what the rows are made from.
+        composition_key: The same for the composition scores; None if they are not measured.
+        kept_in: The folder in which what is read of remote checkpoints is kept; None to keep nothing.
     """
 
     store: RunStore
@@ -70,29 +70,36 @@ class Measurement:
 
     @property
     def step(self) -> int:
-        """Of training."""
+        """The step of training."""
         return self.checkpoint.step
 
     @property
     def needed(self) -> set[int]:
-        """The steps of the checkpoints that are read for it."""
-        return {each.step for each in (self.checkpoint, self.before, self.reference) if each is not None}
+        """The steps of the checkpoints that the measurement reads."""
+        checkpoints = (self.checkpoint, self.before, self.reference)
+        return {checkpoint.step for checkpoint in checkpoints if checkpoint is not None}
 
     def is_done(self) -> bool:
-        """Say whether the store holds all that is wanted."""
-        return self._has_figures() and self._has_composition()
+        """Return whether the store holds everything that is to be measured."""
+        return self._has_rows() and self._has_composition()
 
     def run(self, opened: OpenedLast | None = None) -> bool:
-        """Measure what the store does not hold, which another sweep may have measured meanwhile; say whether any was.
+        """Measure what the store does not hold; another sweep may have measured it meanwhile.
+
+        Args:
+            opened: The checkpoints that are open already.
+
+        Returns:
+            Whether anything was measured.
 
         Raises:
-            CallError: the view is not possible.
-            QkovError: a checkpoint cannot be read, or does not agree with the others.
+            CallError: The view is not possible.
+            QkovError: A checkpoint cannot be read, or does not agree with the others.
         """
         opened = OpenedLast(self.options, self.kept_in) if opened is None else opened
         opened.keep(self.needed)
-        wanted = {"figures": not self._has_figures(), "composition": not self._has_composition()}
-        if wanted["figures"]:
+        missing = {"rows": not self._has_rows(), "composition": not self._has_composition()}
+        if missing["rows"]:
             rows = checkpoint_rows(
                 opened.open(self.checkpoint),
                 None if self.before is None else opened.open(self.before),
@@ -102,12 +109,12 @@ class Measurement:
                 self.source,
             )
             self.store.write(self.step, self.key, rows)
-        if wanted["composition"] and self.composition_key is not None:
+        if missing["composition"] and self.composition_key is not None:
             columns = composition_columns(opened.open(self.checkpoint), self.view, self.source)
             self.store.write_composition(self.step, self.composition_key, columns)
-        return any(wanted.values())
+        return any(missing.values())
 
-    def _has_figures(self) -> bool:
+    def _has_rows(self) -> bool:
         return self.store.is_done(self.store.path(self.step), self.key)
 
     def _has_composition(self) -> bool:

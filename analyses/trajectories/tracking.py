@@ -1,4 +1,4 @@
-"""Circuits over training: every checkpoint of a run measured, into a run store that can be resumed."""
+"""Track circuits over training: measure every checkpoint of a run into a run store that can be resumed."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,13 @@ __all__ = ["TaskDirections", "Tracked", "track"]
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a call of `track` did."""
+    """What a call of `track` did.
+
+    Attributes:
+        store: The run store.
+        measured: The steps that were measured by this call.
+        kept: The steps that the store held already.
+    """
 
     store: RunStore
     measured: list[int]
@@ -50,44 +56,51 @@ def track(
     options: ReadingOptions | Mapping | None = None,
     **reading: Unpack[ReadingKeywords],
 ) -> Tracked:
-    """Measure W_QK and W_OV of every checkpoint of a run, and write the store.
+    """Measure W_QK and W_OV of every checkpoint of a run, and write the run store.
 
-    Every row holds the figures of `measure` for one layer, head and circuit, the change since the checkpoint before
-    (`motion`), and scale and cosine along a reference: the task's directions where given, else the run's last
-    checkpoint as it was when the store was begun. Of heads that share keys and values, Omega's rates, imbalance and
-    agreement are those of the group. Rows of W_QK of rotary models also hold its norm at a series of offsets.
+    Every row holds the quantities of `measure` for one layer, head and circuit, the change since the previous
+    checkpoint (`motion`), and scale and cosine along a reference: the task's directions if they are given, otherwise
+    the checkpoint that was the run's last when the store was begun. For heads that share keys and values, Omega's
+    rates, the imbalance and the agreement of Omega with the exact operator are those of the group. Rows of W_QK of
+    rotary models also hold its norm at a series of offsets.
 
-    A step that the store holds already, made from the same files in the same way by the same version, is kept, and so
-    is one whose file the run no longer holds (run.json names it). Each step is written whole, so that a run that is
-    stopped anywhere loses at most the steps it was at; the same call goes on from there. Several may work on one store.
+    A step that the store holds already, made from the same files with the same settings by the same version, is kept,
+    and so is one whose file the run no longer holds (run.json names it). Each step is written whole, so a sweep that is
+    stopped at any point loses at most the steps it was working on, and the same call resumes it. Several sweeps may
+    work on one store. What an engine changes in this process as it works (environment variables, loggers, signal
+    handlers, numbers of threads) is as before when the call ends.
 
     Args:
-        run: a folder of checkpoints, or one checkpoint: a path, an address that fsspec knows, or a hub id.
-        store: the folder to write; it is made where it is missing.
+        run: A folder of checkpoints, or one checkpoint: a path, an address that fsspec knows, or a hub id.
+        store: The folder of the run store, which is created if it is missing.
         basis: raw, folded or folded_centred.
-        rotary_offset: of W_QK, query position less key position, in layers with rotary positions.
-        composition: measure the composition scores of all pairs of heads as well.
-        engine: what does the work: loky (processes of this machine), dask or ray.
-        workers: how many, of one thread each; where not given, one, or all that the cluster at the address has. One
-            worker of loky is this process itself.
-        address: of a cluster of dask or ray; one is started on this machine where not given.
-        revisions: of a model on the hub, which are the checkpoints, such as `step*`.
-        directions: the reference.
-        progress: called after each step with how many are done, of how many, the step, and whether it was measured now.
+        rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
+        composition: Whether to measure the composition scores of all pairs of heads as well.
+        engine: What does the work: loky (processes of this machine), dask or ray.
+        workers: The number of workers, each with one thread; by default one, or all that the cluster at the address
+            has. With one worker, loky works in this process.
+        address: The address of a Dask or Ray cluster; by default one is started on this machine.
+        revisions: A pattern for the revisions of a model on the hub that are its checkpoints, such as `step*`.
+        directions: The directions with which circuits are compared, in place of the last checkpoint.
+        progress: Called after each step with the number of steps done, the number of all steps, the step, and whether
+            it was measured by this call.
         options: How to read the checkpoints, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
         **reading: The same as keywords: any field of `ReadingOptions`.
 
+    Returns:
+        The store, and which steps were measured and which were kept.
+
     Raises:
-        CallError: the run is not there, the engine, basis or offset cannot be had, or the store is of another run or
-            made with other settings.
-        QkovError: a checkpoint cannot be read, two of them have circuits of different shape, the cluster cannot be
+        CallError: The run does not exist, the engine, basis or offset is not possible, or the store belongs to another
+            run or was made with other settings.
+        QkovError: A checkpoint cannot be read, two of them have circuits of different shapes, the cluster cannot be
             reached, or a worker was lost.
     """
     view = View.of(basis, rotary_offset)
-    chosen = engine_named(engine, workers, address)
+    chosen_engine = engine_named(engine, workers, address)
     chosen_reading = reading_options(options, reading)
-    found = find_run(run, revisions)
-    checkpoints = found.checkpoints
+    found_run = find_run(run, revisions)
+    checkpoints = found_run.checkpoints
     target = RunStore(store)
     settings = _as_json(
         {
@@ -100,7 +113,7 @@ def track(
     )
     source = _source(run)
     reference_step = _pinned_reference(target, source, settings, checkpoints)
-    gone = sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints})
+    no_longer_there = sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints})
     fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
     with folder_for_keeping(checkpoints) as kept_in:
         # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
@@ -113,13 +126,13 @@ def track(
                 "reference_step": reference_step,
                 "recognised": first.recognised,
                 "skipped": first.skipped,
-                "left_out": found.left_out,
+                "left_out": found_run.left_out,
                 "versions": versions(),
                 "checkpoints": [
                     {"step": checkpoint.step, "uri": checkpoint.address, "fingerprint": fingerprints[checkpoint.step]}
                     for checkpoint in checkpoints
                 ],
-                "no_longer_there": gone,
+                "no_longer_there": no_longer_there,
             }
         )
         reference = next((checkpoint for checkpoint in checkpoints if checkpoint.step == reference_step), None)
@@ -147,7 +160,7 @@ def track(
                     kept_in=kept_in,
                 )
             )
-        return _measure(measurements, target, chosen, progress, kept_in)
+        return _measure(measurements, target, chosen_engine, progress, kept_in)
 
 
 def _measure(
@@ -181,8 +194,8 @@ def _measure(
     except WorkerLostError as error:
         done = sum(measurement.is_done() for measurement in measurements)
         raise QkovError(
-            f"a worker was killed, or ran out of memory: {done} of {len(measurements)} checkpoints are measured and "
-            f"stay; run the same command again for the rest"
+            f"a worker was killed or ran out of memory: {done} of {len(measurements)} checkpoints are measured and "
+            f"remain in the store; run the same command again for the rest"
         ) from error
     return Tracked(store=store, measured=sorted(measured), kept=sorted(kept))
 
@@ -193,32 +206,33 @@ def _source(run: Path | str) -> str:
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as run.json gives them back, to be compared with it."""
+    """The settings as run.json returns them, for comparison."""
     return json.loads(json.dumps(settings))
 
 
 def _pinned_reference(
     store: RunStore, source: str, settings: dict[str, Any], checkpoints: list[Checkpoint]
 ) -> int | None:
-    """The step that a store compares with is settled when it is begun: more checkpoints do not undo its rows."""
+    """The step of the reference, fixed when a store is begun, so that its rows stay valid as checkpoints are added."""
     last = None if settings["directions"] is not None else checkpoints[-1].step
     if not store.exists():
         return last
-    described = store.description()
-    if described.get("live"):
+    description = store.description()
+    if description.get("live"):
         raise CallError(
             f"{store.folder} holds the run of a model in training, which a CircuitProbe writes; give another --out"
         )
-    for key, value in (("source", source), ("settings", settings)):
-        if described.get(key) != value:
+    expected = (("source", source, "another source"), ("settings", settings, "other settings"))
+    for key, value, difference in expected:
+        if description.get(key) != value:
             raise CallError(
-                f"{store.folder} was made with another {key} ({json.dumps(described.get(key))} instead of "
+                f"{store.folder} was made with {difference} ({json.dumps(description.get(key))} instead of "
                 f"{json.dumps(value)}); give another --out, or delete it"
             )
-    pinned = described.get("reference_step")
+    pinned = description.get("reference_step")
     if pinned is not None and pinned not in {checkpoint.step for checkpoint in checkpoints}:
         raise CallError(
-            f"{store.folder} compares with step {pinned}, which {source} no longer holds; "
+            f"{store.folder} compares circuits with step {pinned}, which {source} no longer holds; "
             f"give another --out, or delete it"
         )
     return pinned

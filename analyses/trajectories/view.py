@@ -1,4 +1,4 @@
-"""In which basis and at which rotary offset circuits are measured, and along which directions."""
+"""The basis and the rotary offset in which circuits are measured, and the directions with which they are compared."""
 
 import hashlib
 from collections.abc import Iterator
@@ -15,7 +15,12 @@ from ...circuits.weights.source import AttentionSource
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of the run, opened, or the layers of a model at a step of its training."""
+    """An open checkpoint of a run, or the layers of a model at a step of its training.
+
+    Attributes:
+        checkpoint: The checkpoint, with its step and its name.
+        weights: The source of its layers.
+    """
 
     checkpoint: Checkpoint
     weights: AttentionSource
@@ -23,13 +28,18 @@ class Opened:
 
 @dataclass(frozen=True)
 class TaskDirections:
-    """A direction for each circuit, the same for every layer and head, such as C_QK and C_OV of a task."""
+    """A direction for each circuit, the same for every layer and head, such as C_QK and C_OV of a task.
+
+    Attributes:
+        name: The name by which the rows of a store refer to the directions.
+        circuits: The directions by circuit, QK and OV, each of shape [d_model, d_model].
+    """
 
     name: str
     circuits: dict[str, Circuit]
 
     def fingerprint(self) -> str:
-        """Return a hash of the directions."""
+        """Return a hash of the name and the directions."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=16)
         for name, circuit in sorted(self.circuits.items()):
             digest.update(name.encode())
@@ -39,17 +49,26 @@ class TaskDirections:
 
 @dataclass(frozen=True)
 class View:
-    """In which basis and at which rotary offset circuits are looked at."""
+    """The basis and the rotary offset in which circuits are measured.
+
+    Attributes:
+        basis: raw, folded or folded_centred.
+        rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
+    """
 
     basis: Basis = "raw"
     rotary_offset: int = 0
 
     @classmethod
     def of(cls, basis: str, rotary_offset: int) -> "View":
-        """Return the view with that basis.
+        """Return the view with a basis and an offset.
+
+        Args:
+            basis: raw, folded or folded_centred.
+            rotary_offset: Query position minus key position.
 
         Raises:
-            CallError: there is no such basis, or the offset is no whole number.
+            CallError: There is no such basis, or the offset is not a whole number.
         """
         if not isinstance(rotary_offset, Integral):
             raise CallError(f"the rotary offset should be a whole number of positions, got {rotary_offset!r}")
@@ -59,23 +78,27 @@ class View:
         raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
 
     def layers(self, opened: AttentionSource) -> Iterator[AttentionWeights]:
-        """Yield the layers of a checkpoint in the basis."""
+        """Yield the layers of a source in the basis."""
         for weights in opened.layers():
             yield weights.in_basis(self.basis)
 
     def offset(self, weights: AttentionWeights) -> int:
-        """Return the offset for a layer: 0 where its positions are not rotary, as its W_QK is the same at each."""
+        """Return the offset for a layer: 0 without rotary positions, since W_QK is then the same at every offset."""
         return 0 if weights.facts.rotary is None else self.rotary_offset
 
     def circuits(self, weights: AttentionWeights) -> dict[str, Circuit]:
-        """Return the circuits of a layer that is in the basis."""
+        """Return the circuits of a layer that is in the basis already."""
         return weights.circuits(self.basis, self.offset(weights))
 
     def demand_possible(self, opened: AttentionSource, address: str) -> None:
-        """Refuse a basis or an offset that the checkpoint does not have, at the first layers that tell.
+        """Refuse a basis or an offset that a source does not have; only as many layers are read as decide this.
+
+        Args:
+            opened: The source of the layers.
+            address: The address of the source, for the message.
 
         Raises:
-            CallError: the norms are not known, no layer has rotary positions, or their frequencies are not known.
+            CallError: The norms are not known, no layer has rotary positions, or their frequencies are not known.
         """
         for weights in self.layers(opened):
             if self.circuits(weights) and (not self.rotary_offset or weights.facts.rotary is not None):
@@ -83,5 +106,5 @@ class View:
         if self.rotary_offset:
             raise CallError(
                 f"{address} has no layer with rotary positions, so W_QK is the same at every offset: "
-                f"leave the rotary offset {self.rotary_offset} out"
+                f"leave out the rotary offset {self.rotary_offset}"
             )

@@ -1,4 +1,4 @@
-"""Which entries of which parameters of a model are its QK circuit, and which its OV circuit."""
+"""Find which entries of which parameters of a model are its QK circuit, and which its OV circuit."""
 
 import math
 import re
@@ -21,20 +21,24 @@ CircuitName = Literal["QK", "OV"]
 WEIGHTS: dict[CircuitName, tuple[str, ...]] = {"QK": ("W_Q", "W_K", "W_QK"), "OV": ("W_V", "W_O", "W_OV")}
 BIASES: dict[CircuitName, tuple[str, ...]] = {"QK": ("b_Q", "b_K"), "OV": ("b_V", "b_O")}
 
-#: Where the numbers of places begin: no weight is as large, so what is smaller is no place. float64 counts on exactly.
-_FIRST_PLACE = 2.0**40
+#: The key of a parameter group that holds its multiple of the base rate.
+MULTIPLIER = "multiplier"
+
+#: The number of the first slice. No weight is as large, so a smaller number is a weight and not the number of a slice;
+#: from here on float64 still holds every integer exactly.
+_FIRST_NUMBER = 2.0**40
 
 
 @dataclass(frozen=True, eq=False)
 class CircuitEntries:
-    """The entries of one parameter that belong to one circuit: some places along one of its dimensions, or all.
+    """The entries of one parameter that belong to one circuit: some slices along one of its dimensions, or all.
 
     Attributes:
-        name: of the parameter in the model.
-        parameter: that holds them.
-        circuit: to which they belong.
-        dimension: along which a fused parameter comes apart.
-        ranges: of places along it.
+        name: The name of the parameter in the model.
+        parameter: The parameter that holds the entries.
+        circuit: The circuit to which they belong.
+        dimension: The dimension along which a fused parameter is divided.
+        ranges: The ranges of indices along that dimension.
     """
 
     name: str
@@ -50,13 +54,13 @@ class CircuitEntries:
 
     @property
     def count(self) -> int:
-        """Number of entries."""
+        """The number of entries."""
         return self.parameter.numel() // self.parameter.shape[self.dimension] * sum(map(len, self.ranges))
 
     def views(self) -> list[Tensor]:
-        """Return the entries as they are now, without gradient, sharing the parameter's memory."""
+        """Return the current entries, without gradient, sharing the parameter's memory."""
         values = self.parameter.detach()
-        return [values.narrow(self.dimension, places.start, len(places)) for places in self.ranges]
+        return [values.narrow(self.dimension, indices.start, len(indices)) for indices in self.ranges]
 
 
 def circuit_entries(
@@ -64,45 +68,94 @@ def circuit_entries(
 ) -> list[CircuitEntries]:
     """Find the entries of both circuits in the parameters of a model, each parameter once.
 
-    The architecture is that which `LiveParameters` recognises: places along the parameters are arranged as weights,
-    and W_Q then holds the places of its entries.
+    Every slice of every parameter gets a number. `LiveParameters` recognises the architecture and arranges these
+    numbers as it arranges the weights, so that W_Q then holds the numbers of the slices from which it is made.
 
     Args:
-        model: any that `open_model` reads, or a `SingleLayerAttention`.
-        options: how to read it, where that is not left to what is recognised.
-        biases: whether b_Q and b_K belong to QK, and b_V and b_O to OV; otherwise they belong to neither.
+        model: Any model that `open_model` reads, or a `SingleLayerAttention`.
+        options: How to read the model; by default everything is recognised.
+        biases: Whether b_Q and b_K belong to QK, and b_V and b_O to OV; otherwise they belong to neither.
+
+    Returns:
+        The entries, one element for each parameter and circuit.
 
     Raises:
-        CallError: it is no torch.nn.Module, the options do not go together, or the same entries are in both circuits.
-        QkovError: no attention is found, or it is not kept in parameters.
+        CallError: The model is not a torch.nn.Module, the options do not go together, or both circuits hold the same
+            entries.
+        QkovError: No attention is found, or it is not kept in parameters.
     """
     if isinstance(model, SingleLayerAttention):
-        return list(_of_single_layer(model))
+        return list(_entries_of_single_layer(model))
     live = LiveParameters(model, options)
-    places = _Places(model)
-    found: dict[tuple[int, CircuitName], list[set[int]]] = {}
-    for dimension in range(places.dimensions):
-        for layer in live.read(lambda parameter, along=dimension: places.along(parameter, along)).layers():
-            for circuit, name, numbers in _of_layer(layer, biases):
-                for index, rows in places.read(numbers, f"{name} of {layer.label}"):
-                    found.setdefault((index, circuit), [set() for _ in range(places.dimensions)])[dimension] |= rows
-    entries = [places.entries(index, circuit, rows) for (index, circuit), rows in found.items()]
-    _demand_apart(entries)
+    numbering = _SliceNumbers(model)
+    indices: dict[tuple[int, CircuitName], list[set[int]]] = {}
+    for dimension in range(numbering.dimensions):
+        numbered = live.read(lambda parameter, along=dimension: numbering.along(parameter, along))
+        for layer in numbered.layers():
+            for circuit, name, numbers in _tensors_of_circuits(layer, biases):
+                for parameter, slices in numbering.decoded(numbers, f"{name} of {layer.label}"):
+                    key = parameter, circuit
+                    indices.setdefault(key, [set() for _ in range(numbering.dimensions)])[dimension] |= slices
+    entries = [numbering.entries(parameter, circuit, slices) for (parameter, circuit), slices in indices.items()]
+    _demand_disjoint(entries)
     return entries
 
 
+def trainable(entries: list[CircuitEntries], multipliers: dict[str, float]) -> list[CircuitEntries]:
+    """Return the entries whose parameters are trained.
+
+    Args:
+        entries: The entries of both circuits.
+        multipliers: The multiplier of each circuit.
+
+    Raises:
+        CallError: No parameter of a circuit is trained although its multiplier is not 1.
+    """
+    trained = [part for part in entries if part.parameter.requires_grad]
+    for circuit, multiplier in multipliers.items():
+        if multiplier != 1 and not any(part.circuit == circuit for part in trained):
+            frozen = in_words(part.name for part in entries if part.circuit == circuit)
+            cause = f"its parameters are frozen: {frozen}" if frozen else "the model has none of its weights"
+            raise CallError(
+                f"no parameter of the {circuit} circuit is trained, so {multiplier:g} times the rate has no effect: "
+                f"{cause}"
+            )
+    return trained
+
+
+def circuit_multipliers(qk: float, ov: float) -> dict[str, float]:
+    """Return the multiplier of each circuit by its name.
+
+    Args:
+        qk: The multiplier of the QK circuit.
+        ov: The multiplier of the OV circuit.
+
+    Raises:
+        CallError: A multiplier is zero, negative, infinite or not a number.
+    """
+    for name, multiplier in (("qk", qk), ("ov", ov)):
+        if not (is_finite(multiplier) and multiplier > 0):
+            raise CallError(f"the multiplier {name} should be a finite number above 0, got {multiplier!r}")
+    return {"QK": qk, "OV": ov}
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is a finite number; a string never is."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def in_words(names: Iterable[str]) -> str:
-    """Return names of tensors in one line, those that differ in numbers alone as one."""
+    """Return names of tensors in one line, with names that differ only in numbers written as one."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
     return ", ".join(
-        of_one[0] if len(of_one) == 1 else f"{template} ({len(of_one)})" for template, of_one in alike.items()
+        members[0] if len(members) == 1 else f"{template} ({len(members)})" for template, members in alike.items()
     )
 
 
-class _Places:
-    """A number for every place along a dimension of every parameter, so that a number tells both."""
+class _SliceNumbers:
+    """A number for every slice along a dimension of every parameter, which identifies both."""
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
@@ -112,43 +165,43 @@ class _Places:
         self.dimensions = max((parameter.ndim for parameter in self._parameters), default=0)
 
     def along(self, parameter: nn.Parameter, dimension: int) -> Tensor:
-        """The numbers of a parameter's places along a dimension, of its shape but without its memory."""
-        first = _FIRST_PLACE + self._index[id(parameter)] * self._longest
+        """The numbers of a parameter's slices along a dimension, in its shape but without its memory."""
+        first = _FIRST_NUMBER + self._index[id(parameter)] * self._longest
         if dimension >= parameter.ndim:
             return torch.tensor(first, dtype=torch.float64).expand(parameter.shape)
         size = parameter.shape[dimension]
         numbers = torch.arange(first, first + size, dtype=torch.float64)
         return numbers.view(size, *[1] * (parameter.ndim - dimension - 1)).expand(parameter.shape)
 
-    def read(self, numbers: Tensor, name: str) -> Iterator[tuple[int, set[int]]]:
-        """Each parameter that numbers are of, and its places among them."""
+    def decoded(self, numbers: Tensor, name: str) -> Iterator[tuple[int, set[int]]]:
+        """Yield the index of each parameter to which the numbers belong, and the indices of its slices."""
         for axis, stride in enumerate(numbers.stride()):
             if stride == 0:
                 numbers = numbers.narrow(axis, 0, 1)
-        numbers = numbers.unique() - _FIRST_PLACE
+        numbers = numbers.unique() - _FIRST_NUMBER
         if numbers[0] < 0:
-            raise QkovError(f"{name} is kept in a buffer and in no parameter, so no optimizer moves it")
-        indices = torch.div(numbers, self._longest, rounding_mode="floor").long()
-        for index in indices.unique().tolist():
-            yield index, set((numbers[indices == index] - index * self._longest).long().tolist())
+            raise QkovError(f"{name} is kept in a buffer, not in a parameter, so no optimizer moves it")
+        parameters = torch.div(numbers, self._longest, rounding_mode="floor").long()
+        for index in parameters.unique().tolist():
+            yield index, set((numbers[parameters == index] - index * self._longest).long().tolist())
 
-    def entries(self, index: int, circuit: CircuitName, rows: list[set[int]]) -> CircuitEntries:
-        """The entries at those places: layouts take a parameter apart along one of its dimensions."""
+    def entries(self, index: int, circuit: CircuitName, slices: list[set[int]]) -> CircuitEntries:
+        """The entries in those slices; every layout divides a parameter along one dimension at most."""
         parameter = self._parameters[index]
-        parted = (axis for axis, size in enumerate(parameter.shape) if len(rows[axis]) < size)
-        dimension = next(parted, 0)
-        return CircuitEntries(self._names[index], parameter, circuit, dimension, _ranges(rows[dimension]))
+        divided = (axis for axis, size in enumerate(parameter.shape) if len(slices[axis]) < size)
+        dimension = next(divided, 0)
+        return CircuitEntries(self._names[index], parameter, circuit, dimension, _ranges(slices[dimension]))
 
 
-def _of_layer(layer: AttentionWeights, biases: bool) -> Iterator[tuple[CircuitName, str, Tensor]]:
+def _tensors_of_circuits(layer: AttentionWeights, biases: bool) -> Iterator[tuple[CircuitName, str, Tensor]]:
     for circuit, weights in WEIGHTS.items():
         for name in (*weights, *(BIASES[circuit] if biases else ())):
-            numbers = getattr(layer, name)
-            if numbers is not None:
-                yield circuit, name, numbers
+            tensor = getattr(layer, name)
+            if tensor is not None:
+                yield circuit, name, tensor
 
 
-def _of_single_layer(model: SingleLayerAttention) -> Iterator[CircuitEntries]:
+def _entries_of_single_layer(model: SingleLayerAttention) -> Iterator[CircuitEntries]:
     circuits: dict[CircuitName, tuple[str, ...]] = {"QK": model.attention_names, "OV": model.output_names}
     for circuit, names in circuits.items():
         for name in names:
@@ -156,23 +209,23 @@ def _of_single_layer(model: SingleLayerAttention) -> Iterator[CircuitEntries]:
             yield CircuitEntries(name, parameter, circuit, 0, (range(parameter.shape[0]),))
 
 
-def _ranges(places: set[int]) -> tuple[range, ...]:
+def _ranges(indices: set[int]) -> tuple[range, ...]:
     ranges: list[range] = []
-    for place in sorted(places):
-        if ranges and ranges[-1].stop == place:
-            ranges[-1] = range(ranges[-1].start, place + 1)
+    for index in sorted(indices):
+        if ranges and ranges[-1].stop == index:
+            ranges[-1] = range(ranges[-1].start, index + 1)
         else:
-            ranges.append(range(place, place + 1))
+            ranges.append(range(index, index + 1))
     return tuple(ranges)
 
 
-def _demand_apart(entries: list[CircuitEntries]) -> None:
-    of_qk = {id(one.parameter): one for one in entries if one.circuit == "QK"}
+def _demand_disjoint(entries: list[CircuitEntries]) -> None:
+    of_qk = {id(part.parameter): part for part in entries if part.circuit == "QK"}
     for other in entries:
-        one = of_qk.get(id(other.parameter))
-        if other.circuit == "OV" and one is not None and _overlap(one, other):
+        part = of_qk.get(id(other.parameter))
+        if other.circuit == "OV" and part is not None and _overlap(part, other):
             raise CallError(
-                f"entries of {other.name} belong to the QK circuit and to the OV circuit (shared weights), which "
+                f"entries of {other.name} belong to both the QK circuit and the OV circuit (shared weights), which "
                 f"cannot learn at two rates: untie them, or leave them out of a mapping"
             )
 
@@ -181,41 +234,3 @@ def _overlap(one: CircuitEntries, other: CircuitEntries) -> bool:
     if one.dimension != other.dimension:
         return True
     return any(max(a.start, b.start) < min(a.stop, b.stop) for a in one.ranges for b in other.ranges)
-
-
-#: The key of a parameter group that tells how many times the base rate it has.
-MULTIPLIER = "multiplier"
-
-
-def circuit_multipliers(qk: float, ov: float) -> dict[str, float]:
-    """Return the multiplier of each circuit by its name.
-
-    Raises:
-        CallError: one is zero, negative, infinite or no number.
-    """
-    for name, multiplier in (("qk", qk), ("ov", ov)):
-        if not (is_finite(multiplier) and multiplier > 0):
-            raise CallError(f"the multiplier {name} should be a finite number above 0, got {multiplier!r}")
-    return {"QK": qk, "OV": ov}
-
-
-def is_finite(value: object) -> bool:
-    """Say whether this is a number, and finite; one that is written in a string is none."""
-    return isinstance(value, Real) and math.isfinite(value)
-
-
-def training(entries: list[CircuitEntries], multipliers: dict[str, float]) -> list[CircuitEntries]:
-    """Return the entries whose parameters train.
-
-    Raises:
-        CallError: none of a circuit does, and its multiplier is not 1.
-    """
-    found = [one for one in entries if one.parameter.requires_grad]
-    for circuit, multiplier in multipliers.items():
-        if multiplier != 1 and not any(one.circuit == circuit for one in found):
-            frozen = in_words(one.name for one in entries if one.circuit == circuit)
-            what = f"its parameters are frozen: {frozen}" if frozen else "none of its weights is there"
-            raise CallError(
-                f"nothing of the {circuit} circuit trains, so {multiplier:g} times the rate is in vain: {what}"
-            )
-    return found

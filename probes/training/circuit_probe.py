@@ -1,4 +1,4 @@
-"""CircuitProbe: the circuits of a model in training, measured every so many steps into a run store."""
+"""CircuitProbe measures the circuits of a model in training, at chosen steps, into a run store."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,25 +29,26 @@ class CircuitProbe:
             probe.step(loss)
             optimizer.zero_grad()
 
-    A row holds what `measure` gives of a layer, head and circuit; the change since the step that was logged before
+    A row holds what `measure` returns for one layer, head and circuit; the change since the step that was logged before
     (`motion`, and the effective ratio r(t)); scale and cosine along the weights at the start, or along a task's
-    directions; and what `measure_step` says of the logged step itself, by its gradients: how near the preconditioner
-    Omega(C) comes to the step that plain gradient descent takes on the factors, and the step that the optimizer took.
+    directions; and what `measure_step` computes for the logged step itself from its gradients: how near the
+    preconditioner Omega(C) comes to the step that plain gradient descent takes on the factors, and the step that the
+    optimizer took.
 
-    These last figures are of the parameters as they are trained: in no basis but their own, at rotary offset 0, with
-    their biases (`trained_circuits`), and of a whole group in the rows of heads that share keys and values. They are
-    missing at the start. Those of Omega are missing too where the loss knows the factors otherwise than by their
-    product, as with rotary positions or QK-norm: run.json says of which circuits, and why.
+    These last quantities describe the parameters as they are trained: in their own basis, at rotary offset 0, with
+    their biases (`trained_circuits`); in the rows of heads that share keys and values they describe the whole group.
+    They are missing at the start. Those of Omega are also missing where the loss depends on the factors other than
+    through their product, as with rotary positions or QK-norm; run.json lists these circuits and the reasons.
 
-    Gradients are what is in `.grad`, so clipping and the scale of a GradScaler that was not taken away change the sizes
-    of steps and rates, though no cosine.
+    Gradients are read from `.grad`, so clipping, or the scale of a GradScaler that was not removed, changes the sizes
+    of steps and rates, but no cosine.
 
-    Copies of the attention weights are held: of the start, of the step that was logged last, and from before a step
-    that is to be logged. A step is written whole or not at all, so that `qkov report` reads the store at any time, also
-    after a crash.
+    The probe holds copies of the attention weights at the start, at the step that was logged last, and from before a
+    step that is to be logged. A step is written whole or not at all, so `qkov report` can read the store at any time,
+    also after a crash.
 
     Attributes:
-        steps: how many steps the model has been trained.
+        steps: The number of steps that the model has been trained.
     """
 
     def __init__(
@@ -65,33 +66,33 @@ class CircuitProbe:
         options: ReadingOptions | Mapping | None = None,
         **reading: Unpack[ModelKeywords],
     ) -> None:
-        """Log the start, which is the weights as they are.
+        """Log the start, with the current weights.
 
         Args:
-            model: any that `open_model` opens.
-            store: folder of the run store, which is made; the rows are held in memory where not given.
-            every: which steps to log: every so many, these ones, or those of which this says so.
+            model: Any model that `open_model` opens.
+            store: The folder of the run store, which is created; by default the rows are held in memory.
+            every: The steps to log: every so many steps, these steps, or those for which this function returns True.
             basis: raw, folded or folded_centred.
-            rotary_offset: of W_QK, query position less key position, in layers with rotary positions.
-            directions: what scale and cosine are along, in place of the start.
-            log: called after each logged step with the step and its figures by names such as
-                QK.frobenius_norm/layer0.head1 and training/loss; those that are missing are left out.
-            start: how many steps the model has been trained already.
-            resume: go on with the store if it is there: steps up to `start` stay, later ones are deleted, with a
-                warning. The new rows are compared with what the store was begun with, which it keeps.
+            rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
+            directions: What scale and cosine are measured along, in place of the weights at the start.
+            log: Called after each logged step with the step and its values by names such as
+                QK.frobenius_norm/layer0.head1 and training/loss; missing values are left out.
+            start: The number of steps that the model has been trained already.
+            resume: Whether to resume the store if it exists: steps up to `start` stay, and later ones are deleted, with
+                a warning. New rows are compared with the weights with which the store was begun, which it keeps.
             options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
-            CallError: it is no model, basis, offset, directions or steps cannot be had, or the store holds a run that
-                is not to be gone on with.
-            QkovError: the model's weights are not recognised, or cannot be read.
+            CallError: The model is not a model, the basis, offset, directions or steps are not possible, or the store
+                holds a run that is not to be resumed.
+            QkovError: The model's weights are not recognised, or cannot be read.
         """
         self._is_due = _schedule(every)
         if not isinstance(start, Integral) or start < 0:
             raise CallError(f"start should be a number of steps, got {start!r}")
         if log is not None and not callable(log):
-            raise CallError(f"log should be a function of a step and its figures, got {log!r}")
+            raise CallError(f"log should be a function of a step and its values, got {log!r}")
         if directions is not None and not isinstance(directions, TaskDirections):
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
         view = View.of(basis, rotary_offset)
@@ -99,7 +100,7 @@ class CircuitProbe:
         self._run = LiveRun(model, chosen, view, directions, store, log, start, resume)
         self.steps = start
         self._attached: Attached | None = None
-        self._noted: dict[str, float] = {}
+        self._scalars: dict[str, float] = {}
         self._has_warned = False
         self._before: Factors | None = None
         self._gradients: Factors | None = None
@@ -107,16 +108,16 @@ class CircuitProbe:
         self.begin_step(with_gradients=False)
 
     def step(self, loss: SupportsFloat | None = None, **scalars: SupportsFloat) -> None:
-        """Count a step, after the optimizer took it and before gradients are set to zero, and log it if it is due.
+        """Count a step and log it if it is due; call this after the optimizer's step and before zero_grad().
 
         Args:
-            loss: to carry along, as `training_loss`.
-            **scalars: likewise, such as learning_rate=...
+            loss: The loss, stored with the step as `training_loss`.
+            **scalars: Other numbers to store with the step, such as learning_rate=...
 
         Raises:
-            CallError: the probe is attached to an optimizer, which tells it of the steps.
-            QkovError: the weights cannot be read, or the store cannot be written, as where the disk is full; training
-                can go on, and the next step that is due is logged.
+            CallError: The probe is attached to an optimizer and counts its steps itself.
+            QkovError: The weights cannot be read, or the store cannot be written, for example because the disk is full;
+                training can continue, and the next step that is due is logged.
         """
         if self._attached is not None:
             raise CallError(
@@ -126,30 +127,39 @@ class CircuitProbe:
         try:
             self.end_step()
         finally:
-            # No other call comes before the next step, also where `log` raised and training goes on.
+            # No other call comes before the next step, not even if `log` raised and training continues.
             self.begin_step(with_gradients=False)
 
     def note(self, **scalars: SupportsFloat) -> None:
-        """Give figures to carry along with the step that comes next, such as its loss.
+        """Store numbers with the next step, such as its loss.
+
+        Args:
+            **scalars: The numbers by name.
 
         Raises:
-            CallError: one is no number.
+            CallError: A value is not a number.
         """
         for name, value in scalars.items():
             if not isinstance(value, SupportsFloat) or (isinstance(value, Tensor) and value.numel() != 1):
-                raise CallError(f"{name} should be a number to carry along with the step, got {_in_words(value)}")
+                raise CallError(f"{name} should be a number to store with the step, got {_in_words(value)}")
         if self._is_next_due:
             numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in scalars.items()}
-            self._noted |= {name: float(value) for name, value in numbers.items()}
+            self._scalars |= {name: float(value) for name, value in numbers.items()}
 
     def attach(self, optimizer: Optimizer) -> "Attached":
-        """Follow an optimizer: its steps are counted as it takes them, until what is returned is detached.
+        """Follow an optimizer: count its steps as it takes them, until the object that is returned is detached.
 
-        Gradients are those from before the step, where the optimizer does not compute them itself from a closure. What
-        changes steps by hooks of its own, such as `CircuitRates`, has to be there before, to be part of the step.
+        Gradients are those from before the step, unless the optimizer computes them itself by a closure. Whatever
+        changes steps by hooks of its own, such as `CircuitRates`, must be there first to be part of the step.
+
+        Args:
+            optimizer: The optimizer that trains the model.
+
+        Returns:
+            A context manager with a method `detach`.
 
         Raises:
-            CallError: it is no optimizer, or the probe is attached already.
+            CallError: The argument is not an optimizer, or the probe is attached already.
         """
         if not isinstance(optimizer, Optimizer):
             raise CallError(f"expected a torch.optim.Optimizer to attach the probe to, got {type(optimizer).__name__}")
@@ -159,42 +169,47 @@ class CircuitProbe:
         return self._attached
 
     def begin_step(self, *, with_gradients: bool = True) -> None:
-        """Say that a step is about to be taken, in loops of a kind of their own; `end_step` follows it.
+        """Announce a step that is about to be taken, in a custom training loop; `end_step` must follow.
 
         Args:
-            with_gradients: whether its gradients are there now; else they are read at its end.
+            with_gradients: Whether the gradients of the step are there already; otherwise `end_step` reads them.
         """
         if self._is_next_due:
             self._before = copied(self._run.model.factors())
             self._gradients = copied(self._run.model.gradients()) if with_gradients else None
 
     def end_step(self) -> None:
-        """Say that the step has been taken; it is counted, and logged if it is due.
+        """Count the step that has been taken, and log it if it is due.
 
         Raises:
-            CallError: it is due, and was not begun.
-            QkovError: the weights cannot be read.
+            CallError: The step is due, but was not begun.
+            QkovError: The weights cannot be read, or the store cannot be written.
         """
         self.steps += 1
         is_due, self._is_next_due = self._is_next_due, self._is_due(self.steps + 1)
         if is_due:
-            self._look()
+            self._log_step()
 
     def add_scalars(self, step: int, **scalars: float) -> None:
-        """Give the rows of a step figures that came after it, if it is the one that was logged last."""
+        """Add numbers that became known after a step to its rows, if it is the step that was logged last.
+
+        Args:
+            step: The step.
+            **scalars: The numbers by name.
+        """
         if step == self._run.last_step:
             self._run.add_scalars(scalars)
 
     def table(self) -> pd.DataFrame:
-        """Return all that was logged: a row for each step, layer, head and circuit."""
+        """Return everything that was logged: one row for each step, layer, head and circuit."""
         return self._run.table()
 
-    def _look(self) -> None:
+    def _log_step(self) -> None:
         model = self._run.model
-        before, gradients, scalars = self._before, self._gradients, self._noted
-        self._before, self._gradients, self._noted = None, None, {}
+        before, gradients, scalars = self._before, self._gradients, self._scalars
+        self._before, self._gradients, self._scalars = None, None, {}
         if before is None:
-            raise CallError(f"step {self.steps} was ended and never begun: call begin_step() before it is taken")
+            raise CallError(f"step {self.steps} was ended but never begun: call begin_step() before it is taken")
         if not self._has_warned and not model.has_gradients():
             self._has_warned = True
             warnings.warn(
@@ -202,8 +217,8 @@ class CircuitProbe:
                 f"probe.step() before the gradients are set to zero",
                 stacklevel=4,
             )
-        figures = model.step_figures(before, model.gradients() if gradients is None else gradients)
-        self._run.look(self.steps, figures, scalars)
+        quantities = model.step_quantities(before, model.gradients() if gradients is None else gradients)
+        self._run.measure(self.steps, quantities, scalars)
 
     def _detached(self) -> None:
         self._attached = None
@@ -211,10 +226,16 @@ class CircuitProbe:
 
 
 class Attached:
-    """A probe that follows an optimizer, until it is detached or the block of its `with` is left."""
+    """The connection of a probe to an optimizer; leaving its `with` block, or `detach`, ends it."""
 
     def __init__(self, probe: CircuitProbe, optimizer: Optimizer, at_end: Callable[[], None]) -> None:
-        """Register the hooks."""
+        """Register the hooks.
+
+        Args:
+            probe: The probe that is told of the steps.
+            optimizer: The optimizer that takes them.
+            at_end: Called when the hooks are removed.
+        """
         self._probe, self._at_end = probe, at_end
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -222,7 +243,7 @@ class Attached:
         ]
 
     def detach(self) -> None:
-        """Remove the hooks; again is no fault."""
+        """Remove the hooks. Calling it again is harmless."""
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
@@ -230,11 +251,11 @@ class Attached:
             self._at_end()
 
     def __enter__(self) -> "Attached":
-        """Follow the optimizer in the block."""
+        """Follow the optimizer inside the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Detach."""
+        """Remove the hooks."""
         self.detach()
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -253,7 +274,9 @@ def _schedule(every: int | Iterable[int] | Callable[[int], bool]) -> Callable[[i
         return steps.__contains__
     if isinstance(every, int) and every >= 1:
         return lambda step: step % every == 0
-    raise CallError(f"every should be a number from 1, some steps, or a function of the step, got {every!r}")
+    raise CallError(
+        f"every should be a whole number of at least 1, some steps, or a function of the step, got {every!r}"
+    )
 
 
 def _in_words(value: object) -> str:

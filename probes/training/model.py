@@ -15,23 +15,22 @@ from ...circuits.live.models import open_model
 from ...circuits.live.parameters import LiveParameters
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.attention_weights import AttentionWeights
-from ...circuits.weights.layer_keys import layer_label
 from ...circuits.weights.source import LayersInMemory
 from ...circuits.weights.trained_factors import trained_circuits, without_product
 
-#: Stack and number of a layer, and the name of a circuit.
-Place = tuple[str, int, str]
-Factors = dict[Place, Circuit]
+#: The stack and the number of a layer, and the name of a circuit.
+CircuitKey = tuple[str, int, str]
+Factors = dict[CircuitKey, Circuit]
 
 
 @dataclass(frozen=True)
 class Untested:
-    """Circuits of which a step says less, and why.
+    """Circuits for which some quantities of a step are missing, and why.
 
     Attributes:
         circuit: QK or OV.
-        layers: in words.
-        reason: in words.
+        layers: The layers in words.
+        reason: The reason in words.
     """
 
     circuit: str
@@ -40,20 +39,25 @@ class Untested:
 
 
 class LiveModel:
-    """A model whose weights and gradients are read anew each time, since training and moving it replace them.
+    """A model whose weights and gradients are read anew each time, because training and moving a model replace them.
 
     Attributes:
-        recognised: how its weights were, in words.
-        skipped: what of it is no attention that has these circuits, and why.
-        untested: circuits of which the test of the preconditioner has not all figures.
+        recognised: How its weights were recognised, in words.
+        skipped: The parts that are not attention with these circuits, and why.
+        untested: The circuits for which the test of the preconditioner lacks some quantities.
     """
 
     def __init__(self, model: Any, view: View, options: ReadingOptions) -> None:
         """Recognise the model.
 
+        Args:
+            model: Any model that `open_model` opens.
+            view: The basis and the rotary offset.
+            options: How to read the model.
+
         Raises:
-            CallError: it is no model, or the view is not possible.
-            QkovError: its weights are not recognised, or cannot be read.
+            CallError: The model is not a model, or the view is not possible.
+            QkovError: The model's weights are not recognised, or cannot be read.
         """
         self._model, self._view, self._options = model, view, options
         opened = open_model(model, options)
@@ -61,48 +65,56 @@ class LiveModel:
         layers = tuple(opened.layers())
         view.demand_possible(LayersInMemory(layers), f"the model {type(model).__name__}")
         self._heads = {(weights.stack, weights.layer): weights.heads for weights in layers}
-        reasons: dict[Place, str] = {
+        reasons: dict[CircuitKey, str] = {
             (weights.stack, weights.layer, name): reason
             for weights in layers
             for name, reason in without_product(weights).items()
         }
-        places = [(weights.stack, weights.layer, name) for weights in layers for name in _circuits_in(weights)]
-        self._is_of_product = {place: place not in reasons for place in places}
+        keys = [(weights.stack, weights.layer, name) for weights in layers for name in _circuits_in(weights)]
+        self._is_of_product = {key: key not in reasons for key in keys}
         self._parameters: LiveParameters | None = None
         try:
             self._parameters = LiveParameters(model, options)
         except QkovError as error:
-            reasons = dict.fromkeys(places, f"its gradients cannot be read, as {error}")
+            reasons = dict.fromkeys(keys, f"its gradients cannot be read: {error}")
         else:
             reasons |= dict.fromkeys(self._frozen(), "not all of its weights are trained")
-        self.untested = _gathered(reasons)
+        self.untested = _untested(reasons)
 
     def layers(self) -> LayersInMemory:
-        """Return the layers in the basis of the view, sharing the model's memory where they can."""
+        """Return the layers in the basis of the view, sharing the model's memory where possible."""
         opened = open_model(self._model, self._options)
         return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
 
     def factors(self) -> Factors:
-        """Return the factors that training moves, sharing the model's memory where they can."""
+        """Return the factors that training moves, sharing the model's memory where possible."""
         return self._read(lambda parameter: parameter)
 
     def gradients(self) -> Factors:
-        """Return their gradients, G_A as left and G_B as right; NaN where a parameter has none."""
+        """Return the gradients of the factors, G_A as left and G_B as right; NaN where a parameter has none."""
         return self._read(_gradient)
 
     def has_gradients(self) -> bool:
-        """Say whether any parameter of the model has a gradient; so too where no parameter is known."""
+        """Return whether any parameter of the model has a gradient, or no parameters are known."""
         return self._parameters is None or any(parameter.grad is not None for parameter in self._model.parameters())
 
-    def step_figures(self, before: Factors, gradients: Factors) -> dict[Place, dict[str, list[float]]]:
-        """Return the figures of the step from the factors before to those now, for each head of each circuit."""
+    def step_quantities(self, before: Factors, gradients: Factors) -> dict[CircuitKey, dict[str, list[float]]]:
+        """Return the quantities of the step from earlier factors to the current ones.
+
+        Args:
+            before: The factors before the step.
+            gradients: Their gradients.
+
+        Returns:
+            The quantities by circuit and name, one value for each head.
+        """
         after, measured = self.factors(), {}
-        for place, factors in before.items():
-            of_product = self._is_of_product[place]
-            figures = measure_step(factors, gradients[place], after[place], of_product=of_product)
-            # Those of a group stand in the rows of all its heads.
-            times = self._heads[place[:2]] // factors.shape[0]
-            measured[place] = {name: value.repeat_interleave(times).tolist() for name, value in figures.items()}
+        for key, factors in before.items():
+            of_product = self._is_of_product[key]
+            quantities = measure_step(factors, gradients[key], after[key], of_product=of_product)
+            # The values of a group stand in the rows of all its heads.
+            times = self._heads[key[:2]] // factors.shape[0]
+            measured[key] = {name: value.repeat_interleave(times).tolist() for name, value in quantities.items()}
         return measured
 
     def _read(self, value: Callable[[nn.Parameter], Tensor]) -> Factors:
@@ -115,22 +127,21 @@ class LiveModel:
             for name, circuit in trained_circuits(weights).items()
         }
 
-    def _frozen(self) -> list[Place]:
+    def _frozen(self) -> list[CircuitKey]:
         is_trained = self._read(lambda parameter: _spread(float(parameter.requires_grad), parameter))
-        return [place for place, factors in is_trained.items() if not all(map(torch.all, factors_in(factors)))]
-
-
-def _circuits_in(weights: AttentionWeights) -> list[str]:
-    return [name for name, there in (("QK", weights.has_qk), ("OV", weights.has_ov)) if there]
+        return [key for key, factors in is_trained.items() if not all(map(torch.all, _factors_in(factors)))]
 
 
 def copied(factors: Factors) -> Factors:
-    """Return copies, which training does not change."""
-    return {place: Circuit(*(factor.clone() for factor in factors_in(circuit))) for place, circuit in factors.items()}
+    """Return copies of the factors, which training does not change."""
+    return {key: Circuit(*(factor.clone() for factor in _factors_in(circuit))) for key, circuit in factors.items()}
 
 
-def factors_in(circuit: Circuit) -> list[Tensor]:
-    """Return the factors of a circuit that has both."""
+def _circuits_in(weights: AttentionWeights) -> list[str]:
+    return [name for name, is_there in (("QK", weights.has_qk), ("OV", weights.has_ov)) if is_there]
+
+
+def _factors_in(circuit: Circuit) -> list[Tensor]:
     return [factor for factor in (circuit.left, circuit.right) if factor is not None]
 
 
@@ -143,9 +154,9 @@ def _spread(number: float, parameter: nn.Parameter) -> Tensor:
     return torch.full((1,) * parameter.ndim, number).expand_as(parameter)
 
 
-def _gathered(reasons: dict[Place, str]) -> list[Untested]:
-    """The circuits that have a reason in common, together."""
+def _untested(reasons: dict[CircuitKey, str]) -> list[Untested]:
+    """The circuits that share a reason, together."""
     layers: dict[tuple[str, str], list[str]] = {}
     for (stack, layer, name), reason in reasons.items():
-        layers.setdefault((name, reason), []).append(layer_label(stack, layer))
-    return [Untested(name, of_reason, reason) for (name, reason), of_reason in layers.items()]
+        layers.setdefault((name, reason), []).append(f"{stack} {layer}".lstrip())
+    return [Untested(name, members, reason) for (name, reason), members in layers.items()]

@@ -1,41 +1,43 @@
 """CircuitProbe in the Trainer of transformers."""
 
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
 
 from ...circuits.errors import CallError
+from ...circuits.reading.options import ModelKeywords
 from .circuit_probe import CircuitProbe
 
 
 class CircuitProbeCallback(TrainerCallback):
-    """Makes a `CircuitProbe` as training begins, so that it starts from the weights and the step of a resumed run.
+    """Creates a `CircuitProbe` when training begins, so that it starts from the weights and the step of a resumed run.
 
         trainer.add_callback(CircuitProbeCallback("run/", every=100))
 
-    Steps are the Trainer's, one for all the batches whose gradients it accumulates. The figures that it logs for a step
-    that is logged here too are carried along (`training_loss`, its mean since the Trainer last logged); it tells them
-    after the step was handed to `log`. Of several processes the first alone has a probe.
+    Steps are the Trainer's, one for all batches whose gradients it accumulates. What the Trainer logs at a step that is
+    logged here too is stored with it (`training_loss` is the mean since the Trainer last logged); the Trainer reports
+    these values after the step has been passed to `log`. When several processes train, only the first has a probe.
+
+    Attributes:
+        probe: The `CircuitProbe`, once training has begun.
     """
 
     def __init__(self, store: Path | str | None = None, every: Any = 100, **options: Any) -> None:
-        """Keep what the probe will be made of.
+        """Keep the arguments for the probe.
 
         Args:
-            store: folder of the run store, as of `CircuitProbe`.
-            every: which steps to log, as of `CircuitProbe`.
-            **options: others of `CircuitProbe`. `start` is the Trainer's.
+            store: The folder of the run store, as for `CircuitProbe`.
+            every: The steps to log, as for `CircuitProbe`.
+            **options: Other arguments of `CircuitProbe`, except `start`, which the Trainer knows.
 
         Raises:
-            CallError: a start is given, or what is no option of a probe.
+            CallError: `start` is given, or an argument that a probe does not have.
         """
         if "start" in options:
-            raise CallError("the Trainer says at which step it starts: leave start out")
-        known = [
-            name for name in signature(CircuitProbe).parameters if name not in ("model", "store", "every", "start")
-        ]
+            raise CallError("the Trainer sets the step at which the probe starts: leave out start")
+        known = _options_of_probe()
         unknown = [name for name in options if name not in known]
         if unknown:
             raise CallError(f"a CircuitProbe has no option {unknown[0]}; it has {', '.join(known)}")
@@ -44,22 +46,22 @@ class CircuitProbeCallback(TrainerCallback):
 
     @property
     def probe(self) -> CircuitProbe:
-        """The probe, once training has begun.
+        """The probe.
 
         Raises:
-            CallError: it has not.
+            CallError: Training has not begun.
         """
         if self._probe is None:
             raise CallError("training has not begun in this process, so there is no probe yet")
         return self._probe
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Make the probe."""
+        """Create the probe."""
         if state.is_world_process_zero:
             self._probe = CircuitProbe(kwargs["model"], start=state.global_step, **self._options)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Take the weights and the gradients, clipped as they are by now."""
+        """Copy the weights and the gradients, which have been clipped by now."""
         if self._probe is not None:
             self._probe.begin_step()
 
@@ -69,11 +71,19 @@ class CircuitProbeCallback(TrainerCallback):
             self._probe.end_step()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Carry along what the Trainer logs."""
+        """Store what the Trainer logs with the step."""
         logs = kwargs.get("logs") or {}
-        # The summary of the whole training, which is told at its last step, is not that step's.
+        # The summary of the whole training, which the Trainer logs at the last step, does not belong to that step.
         if "train_runtime" in logs:
             return
-        figures = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
-        if self._probe is not None and figures:
-            self._probe.add_scalars(state.global_step, **figures)
+        scalars = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+        if self._probe is not None and scalars:
+            self._probe.add_scalars(state.global_step, **scalars)
+
+
+def _options_of_probe() -> list[str]:
+    parameters = signature(CircuitProbe).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
+    return [
+        name for name in (*names, *ModelKeywords.__annotations__) if name not in ("model", "store", "every", "start")
+    ]

@@ -276,10 +276,8 @@ def test_killed_in_the_middle_nothing_is_lost(long_run, tmp_path, whom):
     errors = (tmp_path / "errors").read_text().strip().splitlines()
     if whom != "the parent":
         assert parent.returncode == 1
-        counted = f"{len(done)} of {COUNT} checkpoints are measured and stay"
-        assert errors[-1].startswith(
-            f"qkov: a worker was killed, or ran out of memory: {counted}; run the same command"
-        )
+        counted = f"{len(done)} of {COUNT} checkpoints are measured and remain in the store"
+        assert errors[-1].startswith(f"qkov: a worker was killed or ran out of memory: {counted}; run the same command")
         assert "Traceback" not in "".join(errors)
     again = track(long_run, store.folder)
     assert again.kept == done

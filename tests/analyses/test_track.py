@@ -110,7 +110,7 @@ def test_task_directions_are_the_reference_where_given_also_as_a_sweep_is_resume
     assert set(again.store.table()["reference"]) == {"mine"}
     assert again.store.description()["reference_step"] is None
     other = TaskDirections("mine", {name: Circuit(2 * direction) for name, direction in directions.items()})
-    with pytest.raises(CallError, match="was made with another settings"):
+    with pytest.raises(CallError, match="was made with other settings"):
         track(tmp_path / "run", tmp_path / "store", directions=other)
     wrong = TaskDirections("wrong", {name: Circuit(torch.zeros(5, 6)) for name in ("QK", "OV")})
     with pytest.raises(CallError, match=r"must have the circuit's shape \[2, 6, 6\].* got \[5, 6\]"):
@@ -187,10 +187,10 @@ def test_a_store_is_of_one_run_and_one_way_of_measuring(tmp_path):
     mapping = parse_mapping(
         {"layout": "transformer_lens", "tensors": {"Q": "blocks.{layer}.attn.W_Q", "K": "blocks.{layer}.attn.W_K"}}, "m"
     )
-    with pytest.raises(CallError, match="was made with another settings"):
+    with pytest.raises(CallError, match="was made with other settings"):
         track(run, tmp_path / "store", mapping=mapping)
     (run / "step_000001000.safetensors").unlink()
-    with pytest.raises(CallError, match=r"compares with step 1000, which .* no longer holds"):
+    with pytest.raises(CallError, match=r"compares circuits with step 1000, which .* no longer holds"):
         track(run, tmp_path / "store")
 
 
@@ -535,7 +535,7 @@ def test_run_json_says_how_it_was_read_and_what_was_left_out(tmp_path):
     assert described["left_out"] == {"checkpoint-700": "holds no weights (yet)"}
     assert described["skipped"] == {}
     assert described["settings"]["basis"] == "folded"
-    with pytest.raises(CallError, match="was made with another settings"):
+    with pytest.raises(CallError, match="was made with other settings"):
         track(run, tmp_path / "store")
 
 

@@ -178,7 +178,7 @@ def test_frozen_parameters_are_left_out_and_said():
     assert_each_once(model, groups)
     assert len(named_groups(model, groups)["QK"]) == 2
     *_, last = groups.describe().splitlines()
-    assert last.startswith("left out, for they do not train: model.embed_tokens.weight, model.layers.0.")
+    assert last.startswith("left out because they are frozen: model.embed_tokens.weight, model.layers.0.")
     training = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
     assert_each_once(model, circuit_parameter_groups(model, LR, groups=training))
 
@@ -229,9 +229,9 @@ def test_multipliers_that_are_none_are_refused(multiplier):
 def test_what_has_no_attention_or_no_rate_is_refused():
     with pytest.raises(QkovError, match="are not recognised"):
         circuit_parameter_groups(nn.Linear(3, 3), LR)
-    with pytest.raises(CallError, match="the base rate lr should be a finite number from 0, got nan"):
+    with pytest.raises(CallError, match="the base rate lr should be a finite number of at least 0, got nan"):
         circuit_parameter_groups(llama(), float("nan"))
-    with pytest.raises(CallError, match="entries of q belong to the QK circuit and to the OV circuit"):
+    with pytest.raises(CallError, match="entries of q belong to both the QK circuit and the OV circuit"):
         circuit_parameter_groups(shared(), LR, mapping=SHARED)
 
 
@@ -241,14 +241,16 @@ def test_weights_in_buffers_are_refused():
         model.register_parameter(role, nn.Parameter(torch.randn(12, 12)))
     del model.k
     model.register_buffer("k", torch.zeros(12, 12))
-    with pytest.raises(QkovError, match="W_K of layer 0 is kept in a buffer and in no parameter"):
+    with pytest.raises(QkovError, match="W_K of layer 0 is kept in a buffer, not in a parameter"):
         circuit_parameter_groups(model, LR, mapping=SHARED)
 
 
 def test_rates_that_would_change_nothing_are_refused():
     model = llama().requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    with pytest.raises(CallError, match=r"nothing of the QK circuit trains, so 30 times the rate is in vain: .*q_proj"):
+    with pytest.raises(
+        CallError, match=r"no parameter of the QK circuit is trained, so 30 times the rate has no effect: .*q_proj"
+    ):
         circuit_parameter_groups(model, LR)
     assert [group["name"] for group in circuit_parameter_groups(model, LR, 1.0)] == ["rest"]
 
@@ -271,11 +273,13 @@ def test_places_next_to_each_other_are_one_range():
 def test_groups_that_are_not_those_of_the_model_are_refused():
     model = llama()
     parameters = list(model.parameters())
-    with pytest.raises(CallError, match=r"the groups lack parameters that train: model\.embed_tokens\.weight$"):
+    with pytest.raises(CallError, match=r"the groups lack parameters that are trained: model\.embed_tokens\.weight$"):
         circuit_parameter_groups(model, LR, groups=[{"params": parameters[1:]}])
     with pytest.raises(CallError, match=r"the groups hold model\.embed_tokens\.weight twice"):
         circuit_parameter_groups(model, LR, groups=[{"params": parameters}, {"params": parameters[0]}])
-    with pytest.raises(CallError, match=r"the groups hold a tensor of shape \(2,\) that is no parameter of the model"):
+    with pytest.raises(
+        CallError, match=r"the groups hold a tensor of shape \(2,\) that is not a parameter of the model"
+    ):
         circuit_parameter_groups(model, LR, groups=[{"params": [*parameters, torch.ones(2)]}])
     with pytest.raises(CallError, match="a parameter group should have the key 'params', got one with lr"):
         circuit_parameter_groups(model, LR, groups=[{"lr": 0.1}])

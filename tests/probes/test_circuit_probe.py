@@ -248,7 +248,7 @@ def test_hooks_are_gone_when_detached_and_after_an_error():
 def test_a_step_that_was_never_begun_is_refused_where_it_is_due():
     probe = CircuitProbe(Classifier(), every=2)
     probe.end_step()
-    with pytest.raises(CallError, match="step 2 was ended and never begun"):
+    with pytest.raises(CallError, match="step 2 was ended but never begun"):
         probe.end_step()
 
 
@@ -393,8 +393,11 @@ def test_circuit_rates_that_were_attached_before_are_part_of_the_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every should be a number from 1, some steps, or a function of the step, got 0"),
-        ({"every": []}, r"every should be a number from 1, some steps, or a function of the step, got \[\]"),
+        ({"every": 0}, "every should be a whole number of at least 1, some steps, or a function of the step, got 0"),
+        (
+            {"every": []},
+            r"every should be a whole number of at least 1, some steps, or a function of the step, got \[\]",
+        ),
         ({"start": -1}, "start should be a number of steps, got -1"),
         ({"basis": "other"}, "basis should be one of raw, folded, folded_centred"),
         ({"rotary_offset": 2}, "the model Classifier has no layer with rotary positions"),

@@ -179,7 +179,7 @@ def test_a_run_is_gone_on_with_from_an_earlier_step(tmp_path):
         train(CircuitProbe(model, folder, every=1), model, 5)
     model = Classifier()
     train(CircuitProbe(model, every=10), model, 2)
-    with pytest.warns(UserWarning, match="goes on from step 2: its later steps were deleted, 3 of them, up to step 5"):
+    with pytest.warns(UserWarning, match="resumes from step 2: its later steps were deleted, 3 of them, up to step 5"):
         probe = CircuitProbe(model, run, every=1, start=2, resume=True)
     assert RunStore(run).steps() == [0, 1, 2]
     assert probe.steps == 2

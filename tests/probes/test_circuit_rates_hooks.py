@@ -126,7 +126,7 @@ def test_rates_that_nobody_holds_still_scale_and_are_known():
     optimizer = sgd(model)
     CircuitRates(optimizer, model, 5.0)
     gc.collect()
-    with pytest.raises(CallError, match=r"c_attn\.weight are scaled already by another CircuitRates: remove\(\) that"):
+    with pytest.raises(CallError, match=r"c_attn\.weight are already scaled by another CircuitRates: remove\(\) that"):
         CircuitRates(optimizer, model, 5.0)
     assert_factor(moved(model, optimizer), 5)
 
@@ -254,7 +254,7 @@ def test_a_copy_of_the_optimizer_takes_rates_of_its_own():
     assert hooks(of_other) == 0
     CircuitRates(of_other, other, 4.0)
     assert_factor(moved(other, of_other), 4)
-    with pytest.raises(CallError, match="cannot be copied or saved: make new ones"):
+    with pytest.raises(CallError, match="cannot be copied or saved: create new ones"):
         copy.deepcopy(rates)
 
 
@@ -270,7 +270,7 @@ def test_frozen_attention_is_left_alone_and_said():
         f"OV: 1 times the base rate, {2 * D_MODEL**2:,} of {4 * D_MODEL**2:,} entries in "
         "transformer.h.0.attn.c_attn.weight, transformer.h.0.attn.c_proj.weight",
         "rest: the base rate",
-        "left out, for they do not train: transformer.h.1.attn.c_attn.weight, transformer.h.1.attn.c_proj.weight",
+        "left out because they are frozen: transformer.h.1.attn.c_attn.weight, transformer.h.1.attn.c_proj.weight",
     ]
 
 
@@ -422,7 +422,7 @@ def test_rates_upon_rates_are_refused():
     fused = BY_NAME["nanoGPT"]
     twin = fused.twin(fused.model(torch.float64))
     optimizer = torch.optim.SGD(circuit_parameter_groups(twin, LR, mapping=fused.mapping()))
-    with pytest.raises(CallError, match="learns at 30 times the base rate already, by circuit_parameter_groups"):
+    with pytest.raises(CallError, match="already learns at 30 times the base rate through circuit_parameter_groups"):
         CircuitRates(optimizer, twin, mapping=fused.mapping())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PAIRS = "maps should be 'all' or pairs (layer, head), got "
 NUMBERS = " should be a tensor, or numbers that torch can make a tensor of, got "
-STEPS = "every should be a number from 1, some steps, or a function of the step, got "
+STEPS = "every should be a whole number of at least 1, some steps, or a function of the step, got "
 PARAMS = "a parameter group should have the key 'params', got "
 EXPECTED = {
     "measures": "measures should be some of entropy, relevant, sink, self, previous, next, largest, rollout, got None",
@@ -21,13 +21,13 @@ EXPECTED = {
     "start": "start should be a number of steps, got 1.5",
     "rotary_offset": "the rotary offset should be a whole number of positions, got 0.5",
     "directions": "directions should be TaskDirections, got str",
-    "log": "log should be a function of a step and its figures, got 'wandb'",
+    "log": "log should be a function of a step and its values, got 'wandb'",
     "mapping": "mapping should be a Mapping, as read_mapping(path) returns it, got str",
     "options": "options should be ReadingOptions or a Mapping, got dict",
-    "loss": "loss should be a number to carry along with the step, got a tensor of shape [3]",
-    "scalar": "rate should be a number to carry along with the step, got '0.1'",
+    "loss": "loss should be a number to store with the step, got a tensor of shape [3]",
+    "scalar": "rate should be a number to store with the step, got '0.1'",
     "attach": "expected a torch.optim.Optimizer to attach the probe to, got StepLR",
-    "lr": "the base rate lr should be a finite number from 0, got '1e-3'",
+    "lr": "the base rate lr should be a finite number of at least 0, got '1e-3'",
     "qk": "the multiplier qk should be a finite number above 0, got '30'",
     "groups, parameters": PARAMS + "Parameter",
     "groups, one group": PARAMS + "str",

@@ -1,4 +1,4 @@
-"""The circuits of one checkpoint, or of a model in memory, as a table."""
+"""The circuits at one moment: a table of one checkpoint, or of a model in memory."""
 
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,7 +17,7 @@ from .motion import MOTION
 from .store import table_of
 from .view import Opened, View
 
-#: What only a series of checkpoints has.
+#: The columns that only a series of checkpoints has.
 _OF_A_RUN = ("source", "step", "previous_step", "reference", "effective_ratio", *MOTION)
 
 
@@ -38,6 +38,9 @@ def circuit_table(
         options: How to read a source that is not open yet, as one object. A Mapping stands for
             `ReadingOptions(mapping=...)`.
         **reading: The same as keywords: any field of `ReadingOptions`.
+
+    Returns:
+        The table, with the columns of `RunStore.table` that do not compare checkpoints.
 
     Raises:
         CallError: There is no such checkpoint, basis or offset, or the source is already open and comes with options.
