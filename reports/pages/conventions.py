@@ -35,9 +35,9 @@ def conventions(described: dict[str, Any]) -> list[str]:
     said = [
         f"Probabilities are {_PROBABILITIES[described['probability']]}; gradients, ablation and integrated gradients "
         f"explain the log-probability among all of the model's outputs.",
-        f"Rollout: heads are {heads}, rows are scaled to sum to 1, {percent(rolled['residual'])} of the identity "
+        f"Rollout: heads are {heads}, rows are scaled to sum to 1, {_identity(rolled['residual'])} of the identity "
         f"is mixed into each layer for the residual stream, and the row at the readout position is taken (Abnar & "
-        f"Zuidema 2020).",
+        f"Zuidema 2020).{_restrictions(rolled)}",
         "Special tokens count as attended to. Padding is left out.",
         f"Comprehensiveness is p(y|x) − p(y|x without r), sufficiency is p(y|x) − p(y|r alone), and y is {explained} "
         f"(DeYoung et al. 2020). r are the first tokens of the ranking, {cuts} % of those that can be removed, rounded "
@@ -67,3 +67,18 @@ def conventions(described: dict[str, Any]) -> list[str]:
     else:
         said.append("The convention is the standard one, which differs from that of the paper's released code.")
     return said
+
+
+def _identity(residual: float | list[float]) -> str:
+    """Return the share of the identity in words: one for all layers, or one for each."""
+    return ", ".join(map(percent, residual)) if isinstance(residual, list) else percent(residual)
+
+
+def _restrictions(rolled: dict[str, Any]) -> str:
+    """Return sentences on the rollout's layers and discarded keys, if these differ from the defaults."""
+    sentences = ""
+    if rolled["layers"] is not None:
+        sentences += f" Only layers {', '.join(map(str, rolled['layers']))} take part."
+    if rolled["discard"]:
+        sentences += f" Of each query's keys, at most {percent(rolled['discard'])} are dropped, smallest first."
+    return sentences

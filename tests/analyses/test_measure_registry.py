@@ -67,7 +67,7 @@ def registered():
     def stream(run: SharedRun):
         layers = []
         run.watch(lambda layer, _attention: layers.append(layer))
-        return lambda: torch.where(run.batch.mask, run.rollout.residual * len(layers), 0.0).double()
+        return lambda: torch.where(run.batch.mask, run.rollout.residual_of(0) * len(layers), 0.0).double()
 
     alone = Measure("toy", toy_rows, frozenset({"residual"}), "this test")
     shared = Measure("shared toy", toy_rows, frozenset({"residual"}), "this test", streamed=stream, quick=False)

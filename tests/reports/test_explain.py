@@ -3,14 +3,16 @@
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.attention import read_explanation
+from qkov.analyses.attention import ExplanationSettings, Rollout, explain, read_explanation, write_explanation
 from qkov.analyses.attention.explanation import explanation as explanation_module
 from qkov.analyses.dynamics import Setting, exact_population
+from qkov.analyses.tasks import Task
 from qkov.circuits import AttentionWeights
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.reports.commands.explain_options import ExplainOptions, task_options
@@ -19,6 +21,7 @@ from qkov.reports.drawing.heat_maps import STRONGEST
 from qkov.reports.drawing.panels import COLOURS
 
 from ..analyses.tiny_models import CAUSAL, CLASSIFIERS, MASKED
+from ..analyses.toy_attention import ToyAttention, batch_of
 from ..analyses.word_tokens import word_tokeniser
 from .test_command_line import refused
 from .test_page import references
@@ -104,6 +107,19 @@ def test_a_report_can_be_rendered_again(explained, capsys, tmp_path):
         re.sub(r"figure\d+-", "", page.read_text()) for page in (explained / "report.html", tmp_path / "again.html")
     )
     assert first[: first.index("measured by")] == second[: second.index("measured by")]
+
+
+def test_a_report_states_settings_that_the_command_line_does_not_have(tmp_path, capsys):
+    examples = tuple(replace(one, relevant=((True,) + (False,) * 4,)) for one in batch_of(5, 5).examples)
+    task = Task(name="toy", examples=examples, relevant="the first token", classes=("a", "b", "c"))
+    rollout = Rollout(residual=(0.5, 0.25, 0.0), layers=range(1, 3), discard=0.2)
+    settings = ExplanationSettings(methods=("rollout", "random"), rollout=rollout, resamples=50)
+    write_explanation(explain(ToyAttention(), task, settings), tmp_path)
+    assert run(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    capsys.readouterr()
+    page = (tmp_path / "page.html").read_text()
+    assert "50 %, 25 %, 0 % of the identity" in page
+    assert "Only layers 1, 2 take part. Of each query&#39;s keys, at most 20 % are dropped" in page
 
 
 def test_the_page_says_the_figures_of_the_tables(explained):

@@ -257,7 +257,7 @@ def described(
 
 
 def _described_settings(settings: ExplanationSettings) -> dict[str, Any]:
-    described = asdict(settings) | {"convention": settings.convention, "main": settings.main}
+    described: dict[str, Any] = asdict(settings) | {"convention": settings.convention, "main": settings.main}
     if settings.rollout.layers is not None:
         described["rollout"]["layers"] = list(settings.rollout.layers)
     return described

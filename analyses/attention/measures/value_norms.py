@@ -38,8 +38,8 @@ def value_norms(
             `by_head`.
         QkovError: The norms are not finite, or all zero for a query.
 
-    Source: Kobayashi et al., "Attention is Not Only a Weight: Analyzing Transformers with Vector Norms", 2020, for the
-    norms; their rollout in place of attention is this project's choice.
+    Source of the norms: Kobayashi et al., "Attention is Not Only a Weight: Analyzing Transformers with Vector Norms",
+    2020. Source of the rollout: see `Rollout`.
     """
     settings.demand_fit(model)
     if not by_head and not isinstance(settings.heads, str):
