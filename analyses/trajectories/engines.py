@@ -51,11 +51,11 @@ class Engine(ABC):
         step is raised. Closing the generator ends the workers at once.
 
         Args:
-            measurements: the measurements to do.
+            measurements: The measurements to do.
 
         Raises:
-            QkovError: a measurement failed, or the cluster cannot be reached.
-            WorkerLostError: a worker ended without an answer.
+            QkovError: A measurement failed, or the cluster cannot be reached.
+            WorkerLostError: A worker ended without an answer.
         """
         errors: dict[int, Exception] = {}
 
@@ -200,13 +200,13 @@ def engine_named(name: str, workers: int | None = None, address: str | None = No
 
     Args:
         name: loky, dask or ray.
-        workers: the number of workers; by default one, or all that the cluster at the address has.
-        address: the address of a Dask or Ray cluster; by default one is started on this machine.
+        workers: The number of workers; by default one, or all that the cluster at the address has.
+        address: The address of a Dask or Ray cluster; by default one is started on this machine.
 
     Raises:
-        CallError: there is no such engine, its package is not installed, or it does not accept the number of workers
+        CallError: There is no such engine, its package is not installed, or it does not accept the number of workers
             or the address.
-        QkovError: nothing answers at the address.
+        QkovError: Nothing answers at the address.
     """
     if name not in ENGINES:
         raise CallError(f"the engine should be one of {', '.join(ENGINES)}, got {name!r}")
@@ -236,8 +236,8 @@ def _in_one_thread(measurement: Measurement, parent: int | None = None) -> Outco
     """Do a measurement in a worker.
 
     Args:
-        measurement: the measurement to do.
-        parent: the process with which this worker process ends; by default the engine ends its workers itself.
+        measurement: The measurement to do.
+        parent: The process with which this worker process ends; by default the engine ends its workers itself.
     """
     if parent is not None:
         _end_with(parent)

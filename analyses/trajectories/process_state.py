@@ -24,7 +24,7 @@ def restored_process(*loggers: str) -> Iterator[None]:
     of SIGTERM and `sys.excepthook` and enables `faulthandler`; Dask draws from Python's random numbers.
 
     Args:
-        *loggers: the names of the loggers whose levels are restored.
+        *loggers: The names of the loggers whose levels are restored.
     """
     environment, random_state, excepthook = dict(os.environ), random.getstate(), sys.excepthook
     levels = {name: logging.getLogger(name).level for name in loggers}

@@ -232,7 +232,7 @@ class Attached:
         """Register the hooks.
 
         Args:
-            probe: The probe that is told of the steps.
+            probe: The probe that counts and logs the steps.
             optimizer: The optimizer that takes them.
             at_end: Called when the hooks are removed.
         """
