@@ -11,7 +11,7 @@ from qkov.reports.commands.main import app
 from typer.main import get_command
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("reports",)
+FOLDERS = ("circuits", "analyses", "probes", "reports")
 #: Beginnings of the private dialect in which the help was once written.
 RIDDLES = ("Of ", "That ", "Which ", "So many ")
 #: "X is no Y", except in "there is no Y" and "is no longer".
