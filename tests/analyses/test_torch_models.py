@@ -2,6 +2,7 @@
 
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def test_logits_are_the_model_s_own_and_maps_are_softmax_rows_over_the_tokens(re
 
 
 def test_gradients_reach_the_maps_and_agree_with_differences():
-    adapted = load_model(TorchEncoder(3, read="first").double(), "classifier")
+    model: Any = TorchEncoder(3, read="first").double()
+    adapted = load_model(model, "classifier")
     maps: list[Tensor] = []
     logits = adapted.logits(TOKENS, MASK, maps=lambda _layer, attention: maps.append(attention))
     first, last = torch.autograd.grad(logits[0, 1], maps)
@@ -48,7 +50,7 @@ def test_gradients_reach_the_maps_and_agree_with_differences():
     # The first layer's map decides the second's; the last layer's enters linearly through its values.
     change = torch.zeros_like(maps[1])
     change[0, 2, 0, 4] = 1e-6
-    module = adapted._model.encoder.layers[1].self_attn
+    module = model.encoder.layers[1].self_attn
     values = nn.functional.linear(read_by(adapted)[1], module.in_proj_weight[2 * WIDTH :], module.in_proj_bias[48:])
     written = torch.zeros(3, HEADS, 9, WIDTH // HEADS, dtype=torch.float64) + change @ values.unflatten(
         -1, (HEADS, -1)
