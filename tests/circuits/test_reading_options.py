@@ -77,7 +77,7 @@ def test_both_forms_everywhere_and_refused_together(name, path, model, tmp_path)
 
 def test_models_in_memory_have_no_pickle_to_trust(model):
     with pytest.raises(CallError, match="unexpected keyword 'trust_pickle'"):
-        open_model(model, trust_pickle=True)
+        open_model(model, trust_pickle=True)  # pyright: ignore[reportCallIssue]
     # The same options may open a file and a model.
     open_model(model, ReadingOptions(trust_pickle=True))
 
