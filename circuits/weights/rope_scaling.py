@@ -22,8 +22,9 @@ def scaled_rotary(
     """Return the rotary positions of a head, with the scaling that a transformers config states.
 
     The kinds default and linear give base^(-2i/dims), divided by the factor for linear; llama3 divides only the long
-    wavelengths (Dubey et al. 2024). Dynamic scaling, which begins beyond the length of training, is left out, as are
-    the long factors of longrope. Other kinds are computed by transformers.
+    wavelengths (Dubey et al. 2024), and longrope each frequency by its own short factor (Ding et al. 2024). Dynamic
+    scaling, which begins beyond the length of training, is left out, as are the long factors of longrope. Other kinds
+    are computed by transformers.
 
     Args:
         d_head: The width of a head.
@@ -56,6 +57,8 @@ def scaled_rotary(
             return Rotary.of_base(dims, base, pairing, factor=float(scaling["factor"]))
         if kind == "llama3":
             return _llama3(Rotary.of_base(dims, base, pairing), scaling)
+        if kind == "longrope":
+            return _longrope(Rotary.of_base(dims, base, pairing), scaling, max_positions)
         return _by_transformers(kind, d_head, dims, base, pairing, scaling, max_positions)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise QkovError(f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})") from error
@@ -73,6 +76,24 @@ def _llama3(rotary: Rotary, scaling: Dictionary[str, Any]) -> Rotary:
     return Rotary(dims=rotary.dims, pairing=rotary.pairing, frequencies=tuple(scaled))
 
 
+def _longrope(rotary: Rotary, scaling: Dictionary[str, Any], max_positions: int | None) -> Rotary:
+    """Divide each frequency by its short factor, and let the scores grow with the stretch of the context.
+
+    transformers 4 takes the length of training from another part of the config than transformers 5, which changes the
+    amplitude, so the closed form is used with both.
+    """
+    factors = [float(factor) for factor in scaling["short_factor"]]
+    frequencies = tuple(frequency / factor for frequency, factor in zip(rotary.frequencies or (), factors, strict=True))
+    amplitude = scaling.get("attention_factor")
+    if amplitude is None:
+        length = float(scaling["original_max_position_embeddings"])
+        stretch = scaling.get("factor")
+        if stretch is None:
+            stretch = 1.0 if max_positions is None else max_positions / length
+        amplitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(length))
+    return Rotary(dims=rotary.dims, pairing=rotary.pairing, frequencies=frequencies, amplitude=float(amplitude))
+
+
 def _by_transformers(
     kind: str, d_head: int, dims: int, base: float, pairing: Pairing, scaling: dict[str, Any], max_positions: int | None
 ) -> Rotary:
@@ -83,16 +104,18 @@ def _by_transformers(
     if kind not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(dict.fromkeys((*_UNSCALED, *ROPE_INIT_FUNCTIONS)))
         raise QkovError(f"the rotary scaling {kind!r} of the config is not known; known are {known}")
-    stated = {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": dims / d_head}
+    # transformers 5 reads these two from the scaling, transformers 4 from the config.
+    beside = {"rope_theta": base, "partial_rotary_factor": dims / d_head}
+    stated = {key: value for key, value in scaling.items() if key != "type"} | beside | {"rope_type": kind}
     lengths: dict[str, Any] = {} if max_positions is None else {"max_position_embeddings": max_positions}
     shown = logging.get_verbosity()
     # transformers' warnings are for those who run the model.
     logging.set_verbosity_error()
     try:
         config = LlamaConfig(
-            hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_parameters=scaling | stated, **lengths
+            hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_scaling=stated, **beside, **lengths
         )
-        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config)
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     finally:
         logging.set_verbosity(shown)
     return Rotary(

@@ -213,11 +213,11 @@ FAMILIES = [
         "Phi3ForCausalLM",
         pad_token_id=0,
         original_max_position_embeddings=16,
-        rope_parameters={
+        rope_theta=1e4,
+        rope_scaling={
             "rope_type": "longrope",
             "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
             "long_factor": [9.0] * 6,
-            "rope_theta": 1e4,
         },
     ),
     like_llama("phimoe", "PhimoeForCausalLM", num_local_experts=2, attention_bias=True, **_GROUPED),

@@ -42,7 +42,10 @@ def llama(kind, folder):
         "LlamaConfig",
         hidden_size=64,
         max_position_embeddings=256,
-        rope_parameters={"rope_type": kind, "rope_theta": BASE} | SCALINGS[kind],
+        rope_theta=BASE,
+        rope_scaling={"rope_type": kind} | SCALINGS[kind],
+        # transformers 4 looks for it here when it computes the amplitude of longrope.
+        **({"original_max_position_embeddings": 64} if kind == "longrope" else {}),
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
@@ -69,7 +72,7 @@ def test_config_with_rope_theta_beside_rope_scaling(kind, key, tmp_path):
     model = llama(kind, tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    del config["rope_parameters"]
+    config.pop("rope_parameters", None)
     scaling = None if kind == "default" else {key: kind} | SCALINGS[kind]
     file.write_text(json.dumps(config | {"rope_theta": BASE, "rope_scaling": scaling}))
     assert_as_in(model, tmp_path)
@@ -101,7 +104,9 @@ def test_partial_rotation_is_scaled_over_the_dimensions_that_rotate():
     config = small(
         "PhiConfig",
         hidden_size=64,
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": BASE, "partial_rotary_factor": 0.5},
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+        rope_theta=BASE,
+        partial_rotary_factor=0.5,
     )
     table = transformers.PhiForCausalLM(config).model.rotary_emb.inv_freq
     rotary = scaled_rotary(16, 8, BASE, "halves", {"rope_type": "linear", "factor": 2.0})
@@ -112,7 +117,10 @@ def test_partial_rotation_is_scaled_over_the_dimensions_that_rotate():
 def test_gemma_3_has_a_table_for_windows_and_another(layer, kind, tmp_path):
     model = build(BY_NAME["gemma3"])
     model.save_pretrained(tmp_path)
-    table = getattr(model.model.rotary_emb, f"{kind}_inv_freq")
+    if hasattr(model.model, "rotary_emb_local"):  # in transformers 4 the windows have a module of their own
+        table = (model.model.rotary_emb_local if kind == "sliding_attention" else model.model.rotary_emb).inv_freq
+    else:
+        table = getattr(model.model.rotary_emb, f"{kind}_inv_freq")
     rotary = list(open_checkpoint(tmp_path).layers())[layer].facts.rotary
     assert rotary.frequencies == pytest.approx(table.tolist(), rel=SINGLE)
 

@@ -126,8 +126,11 @@ class TransformersMaps(MapSource):
             self._calls[stack] = self._calls.get(stack, 0) + 1
             key = (stack, layer)
             if inputs is not None:
-                inputs(key, args[0] if args else kwargs["hidden_states"])
-            attention = output[module.index] if isinstance(output, tuple) and len(output) > module.index else None
+                # DistilBERT of transformers 4 is called with query, key and value.
+                name = "hidden_states" if "hidden_states" in kwargs else "query"
+                inputs(key, args[0] if args else kwargs[name])
+            index = _position_of_map(output, module)
+            attention = output[index] if index is not None else None
             if not isinstance(attention, Tensor):
                 fused = not module.ask or module.implementation not in (None, "eager")
                 remedy = REMEDY if fused else f"{type(module.module).__name__} is not supported"
@@ -138,7 +141,7 @@ class TransformersMaps(MapSource):
             if not consume:
                 return None
             # The blocks around the module would keep the map until the next layer, or until the end.
-            return (*output[: module.index], None, *output[module.index + 1 :])
+            return (*output[:index], None, *output[index + 1 :])
 
         return hook
 
@@ -203,6 +206,17 @@ def _asks_for_maps(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], d
         return bound.args, bound.kwargs
 
     return hook
+
+
+def _position_of_map(output: Any, module: _MapModule) -> int | None:
+    """Return the position of the map in a module's output, or None if it has none."""
+    if not isinstance(output, tuple) or len(output) <= module.index:
+        return None
+    if module.ask:
+        # T5 of transformers 4 returns its position bias before the map that was asked for.
+        shaped = [index for index, part in enumerate(output) if index and isinstance(part, Tensor) and part.ndim == 4]
+        return shaped[-1] if shaped else module.index
+    return module.index
 
 
 def _demand_weights(attention: Tensor, key: LayerKey, module: _MapModule, name: str) -> None:
