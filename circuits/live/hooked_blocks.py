@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
+from packaging.version import Version
+
+from ..errors import CallError
 from ..weights.layer_keys import LayerKey
 
+#: The first version whose models are read. It needs transformers 5.9, so that older ones stand beside transformers 4.
+OLDEST_TRANSFORMER_LENS = "3.9"
 #: Where TransformerLens keeps attention: the stack, names of the list of blocks, names of the attention in a block.
 _BLOCKS = (
     ("", ("blocks",), ("attn",)),
@@ -37,6 +43,23 @@ class HookedBlock:
     def key(self) -> LayerKey:
         """The stack and the number of the layer."""
         return self.stack, self.layer
+
+
+def demand_known_interface(model: Any) -> None:
+    """Refuse a model of a TransformerLens before 3.9, whose weight interface and bridges differ.
+
+    Raises:
+        CallError: The model's class comes from such a TransformerLens.
+    """
+    if all(base.__module__.partition(".")[0] != "transformer_lens" for base in type(model).__mro__):
+        return
+    installed = version("transformer-lens")
+    if Version(installed) < Version(OLDEST_TRANSFORMER_LENS):
+        raise CallError(
+            f"{type(model).__name__} comes from TransformerLens {installed}, but its models are read from version "
+            f"{OLDEST_TRANSFORMER_LENS} on; run: pip install -U 'transformer-lens>={OLDEST_TRANSFORMER_LENS}' "
+            f"'transformers>=5.9'"
+        )
 
 
 def hooked_blocks(model: Any) -> Iterator[HookedBlock]:

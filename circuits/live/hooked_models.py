@@ -16,7 +16,7 @@ from ..weights.attention_weights import BIASES, AttentionFacts, AttentionWeights
 from ..weights.layer_keys import layer_name
 from ..weights.norms import Basis, Norm, is_centred
 from ..weights.source import AttentionSource, StackTensors
-from .hooked_blocks import HookedBlock, hooked_blocks
+from .hooked_blocks import HookedBlock, demand_known_interface, hooked_blocks
 from .hooked_facts import facts_of, head_norms_of, norm_of
 
 _WEIGHTS = ("W_Q", "W_K", "W_V", "W_O")
@@ -42,7 +42,11 @@ class OpenHookedModel(AttentionSource):
             model: A model with `cfg` and blocks.
             wrapped: The transformers model inside a bridge, which states what the interface does not.
             reason: Why the transformers model inside is not read; None if there is no such model.
+
+        Raises:
+            CallError: The model comes from a TransformerLens before 3.9.
         """
+        demand_known_interface(model)
         self._model = model
         self._wrapped = wrapped
         self._is_known = reason is None

@@ -48,9 +48,13 @@ class Tiny:
     values: str
     causal: bool = True
 
-    def build(self) -> Any:
+    def build(self, attention: str | None = None) -> Any:
+        config = self.config()
+        if attention is not None:
+            # In transformers 4 some classes are chosen by this when they are built, and cannot be set later.
+            config._attn_implementation = attention
         torch.manual_seed(0)
-        model = getattr(transformers, self.name)(self.config())
+        model = getattr(transformers, self.name)(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from qkov.analyses.attention import load_model
 from qkov.circuits import CallError, QkovError, open_checkpoint, open_model
+from qkov.circuits.live import hooked_blocks
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
@@ -278,3 +280,18 @@ def test_a_model_with_weights_of_that_shape_is_read_and_what_its_cfg_lacks_is_no
     block.attn.W_Q = nn.Parameter(torch.randn(3, 6, 3))
     with pytest.raises(QkovError, match="W_Q has heads = 3 and W_O has 2"):
         next(open_model(model).layers())
+
+
+def test_models_of_an_older_transformer_lens_are_refused_in_one_line(monkeypatch, tmp_path):
+    model = hooked(build(EXAMPLES[0]), tmp_path)
+    monkeypatch.setattr(hooked_blocks, "version", {"transformer-lens": "3.10.0"}.__getitem__)
+    assert open_model(model).layer_keys == [("", 0), ("", 1)]
+    monkeypatch.setattr(hooked_blocks, "version", {"transformer-lens": "3.2.1"}.__getitem__)
+    message = (
+        r"^TransformerBridge comes from TransformerLens 3\.2\.1, but its models are read from version 3\.9 on; "
+        r"run: pip install -U 'transformer-lens>=3\.9' 'transformers>=5\.9'$"
+    )
+    with pytest.raises(CallError, match=message):
+        open_model(model)
+    with pytest.raises(CallError, match=message):
+        load_model(model)

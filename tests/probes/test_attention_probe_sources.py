@@ -43,7 +43,7 @@ def neo() -> Any:
 
 @pytest.mark.parametrize("tiny", SOURCES, ids=lambda tiny: tiny.name)
 def test_models_of_transformers_are_measured_and_return_what_they_returned(tiny):
-    model = eager(tiny.build())
+    model = tiny.build("eager")
     given = {"input_ids": IDS, "attention_mask": MASK.long()}
     with torch.no_grad():
         plain = model(**given)
@@ -136,7 +136,8 @@ def test_an_encoder_and_a_decoder_of_other_makes_are_told_apart():
 def test_layers_have_their_own_numbers_where_some_have_no_attention():
     options = {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2}
     config: Any = small("JambaConfig", num_key_value_heads=2, num_experts=2, attn_layer_offset=1, **options)
-    model: Any = eager(transformers.JambaForCausalLM(config).eval())
+    config._attn_implementation = "eager"
+    model: Any = transformers.JambaForCausalLM(config).eval()
     with torch.no_grad(), AttentionProbe(model, relevant=RELEVANT) as probe:
         model(IDS)
     assert set(probe.table()["layer"]) == {1}

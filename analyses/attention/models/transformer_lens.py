@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ....circuits.errors import CallError, QkovError
+from ....circuits.live.hooked_blocks import demand_known_interface
 from ....circuits.live.models import open_model
 from ....circuits.weights.attention_weights import AttentionWeights
 from ..maps.evaluation import evaluation_mode
@@ -34,12 +35,14 @@ class HookedModel(AttentionModel):
             mask_token: The id that stands for a removed token.
 
         Raises:
-            CallError: The model has no such interface, a token sees those after it, or the model gives no maps.
+            CallError: The model has no such interface, it comes from a TransformerLens before 3.9, a token sees those
+                after it, or the model gives no maps.
         """
         if not all(hasattr(model, part) for part in ("cfg", "blocks", "hooks")):
             raise CallError(
                 f"expected a model with cfg, blocks and hooks as in TransformerLens, got {type(model).__name__}"
             )
+        demand_known_interface(model)
         cfg = model.cfg
         self.name = name or getattr(cfg, "model_name", None) or type(model).__name__
         if getattr(cfg, "attention_dir", "causal") != "causal":
