@@ -54,7 +54,8 @@ def demand_known_interface(model: Any) -> None:
     if all(base.__module__.partition(".")[0] != "transformer_lens" for base in type(model).__mro__):
         return
     installed = version("transformer-lens")
-    if Version(installed) < Version(OLDEST_TRANSFORMER_LENS):
+    # A copy that was installed from TransformerLens' repository calls itself 0.0.0.
+    if Version("0.0.0") < Version(installed) < Version(OLDEST_TRANSFORMER_LENS):
         raise CallError(
             f"{type(model).__name__} comes from TransformerLens {installed}, but its models are read from version "
             f"{OLDEST_TRANSFORMER_LENS} on; run: pip install -U 'transformer-lens>={OLDEST_TRANSFORMER_LENS}' "

@@ -283,9 +283,10 @@ def test_a_model_with_weights_of_that_shape_is_read_and_what_its_cfg_lacks_is_no
 
 
 def test_models_of_an_older_transformer_lens_are_refused_in_one_line(monkeypatch, tmp_path):
-    model = hooked(build(EXAMPLES[0]), tmp_path)
-    monkeypatch.setattr(hooked_blocks, "version", {"transformer-lens": "3.10.0"}.__getitem__)
-    assert open_model(model).layer_keys == [("", 0), ("", 1)]
+    model = bridge_of(build(EXAMPLES[0]), tmp_path)
+    for supported in ("3.10.0", "0.0.0"):
+        monkeypatch.setattr(hooked_blocks, "version", {"transformer-lens": supported}.__getitem__)
+        assert open_model(model).layer_keys == [("", 0), ("", 1)]
     monkeypatch.setattr(hooked_blocks, "version", {"transformer-lens": "3.2.1"}.__getitem__)
     message = (
         r"^TransformerBridge comes from TransformerLens 3\.2\.1, but its models are read from version 3\.9 on; "
