@@ -212,7 +212,7 @@ def _position_of_map(output: Any, module: _MapModule) -> int | None:
     """Return the position of the map in a module's output, or None if it has none."""
     if not isinstance(output, tuple) or len(output) <= module.index:
         return None
-    if module.ask:
+    if module.ask and isinstance(output[module.index], Tensor):
         # T5 of transformers 4 returns its position bias before the map that was asked for.
         shaped = [index for index, part in enumerate(output) if index and isinstance(part, Tensor) and part.ndim == 4]
         return shaped[-1] if shaped else module.index
