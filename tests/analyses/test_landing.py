@@ -37,6 +37,12 @@ def test_each_loss_is_reached_once_in_order_and_nearly_exactly():
             assert loss == pytest.approx(value, rel=1e-3)
 
 
+def test_a_loss_met_exactly_is_reached():
+    landing = Landing([0.5, 0.25], 2)
+    assert landing.reach(torch.tensor([0.5, 0.5000001], dtype=torch.float64)) == [[0.5], []]
+    assert landing.reach(torch.tensor([0.25, 0.25], dtype=torch.float64)) == [[0.25], [0.5, 0.25]]
+
+
 def test_a_step_that_falls_short_is_followed_by_another():
     # The first order promises a fall of ln loss by 2 * 0.45; a quadratic gives more, and lands below.
     course = descend([0.4], curvature=1.0, rate=0.45)

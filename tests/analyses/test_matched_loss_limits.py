@@ -109,7 +109,8 @@ def test_losses_near_that_of_the_start(setting, parameterization, r, below):
     assert_is_the_root(setting, parameterization, r, loss, rtol=1e-15 / below)
 
 
-@pytest.mark.parametrize("M", [2, 3, 4, 7, 20, 1000])
+# At M = 18 and 97 the rounded margin of that loss lies below the margin at the start.
+@pytest.mark.parametrize("M", [2, 18, 97, 1000])
 @pytest.mark.parametrize("parameterization", ALL)
 def test_the_loss_next_to_that_of_the_start(parameterization, M):
     """Rounding must not take a scale below its start, nor the time below 0."""
@@ -232,9 +233,11 @@ def test_times_against_a_quadrature_without_roots(setting, parameterization, r, 
 @pytest.mark.parametrize("parameterization", ALL)
 @pytest.mark.parametrize("loss", [5e-324, 1e-307])
 def test_a_time_that_a_double_cannot_hold_is_refused(parameterization, loss):
-    with pytest.raises(QkovError, match=r"needs longer than e\^690 to reach loss .*; choose a larger loss") as caught:
-        time_to_loss(PAPER, parameterization, 1.0, loss)
-    assert "\n" not in str(caught.value)
+    # With a million classes the margin is so large that the rate itself becomes 0.
+    for setting in (PAPER, Setting(10**6, 50, 5, 50)):
+        with pytest.raises(QkovError, match=r"needs longer than e\^690 to reach .*; choose a larger loss") as caught:
+            time_to_loss(setting, parameterization, 1.0, loss)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_longest_time():
