@@ -30,6 +30,6 @@ def test_pairs_are_drawn_equally_often_and_in_order():
 
 def test_what_is_left_out_is_counted_by_reason():
     items = [LeftOut("without words"), Example(tokens=(1,)), LeftOut("without words"), LeftOut("twice")]
-    task = collected(EMPTY, items + [Example(tokens=(2,)), Example(tokens=(3,))], limit=1)
+    task = collected(EMPTY, [*items, Example(tokens=(2,)), Example(tokens=(3,))], limit=1)
     assert dict(task.left_out) == {"without words": 2, "twice": 1, "not drawn under the limit": 2}
     assert len(task.examples) == 1

@@ -207,6 +207,27 @@ def test_the_eraser_layout(name, eraser_folder):
     assert len(load_task(name, eraser_folder).examples) == 4
 
 
+@pytest.mark.parametrize(("start", "end", "marked"), [(0, 2, "one two"), (1, 3, "two three"), (0, 3, "one two three")])
+def test_evidence_may_reach_both_ends_of_its_document(start, end, marked, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a").write_text("one  two\nthree")
+    record = {"annotation_id": "a", "classification": "x", "evidences": [[evidence("a", start, end)]]}
+    (tmp_path / "test.jsonl").write_text(json.dumps(record))
+    (example,) = load_task("eraser", tmp_path).examples
+    (spans,) = example.relevant
+    assert " ".join(example.text[first:last] for first, last in spans) == marked
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 2), (2, 4), (1, 1)])
+def test_evidence_outside_its_document_is_left_out(start, end, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a").write_text("one two three")
+    record = {"annotation_id": "a", "classification": "x", "evidences": [[evidence("a", start, end)]]}
+    (tmp_path / "test.jsonl").write_text(json.dumps(record))
+    with pytest.raises(CallError, match="left out: 1 whose evidence lies outside its document"):
+        load_task("eraser", tmp_path)
+
+
 def test_documents_of_the_eraser_layout_stay_in_their_folder(eraser_folder):
     for name in ("../test.jsonl", "/etc/hostname", "3_gab"):
         (eraser_folder / "test.jsonl").write_text(
