@@ -205,7 +205,7 @@ def test_a_bridge_over_an_architecture_that_is_not_known_has_its_raw_circuits_al
     bridge = bridge_of(build(EXAMPLES[2]), tmp_path)
     monkeypatch.setattr(transformers.LlamaConfig, "model_type", "llama-of-tomorrow")
     opened = open_model(bridge)
-    assert "is not known" in opened.recognised
+    assert "is unknown" in opened.recognised
     layers = list(opened.layers())
     assert_same_circuits(layers, bridge, "raw")
     with pytest.raises(CallError, match="the norm in front of layer 0 is not known"):
