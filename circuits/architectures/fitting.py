@@ -8,8 +8,9 @@ from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError, QkovError
 from ..weights.attention_weights import AttentionWeights
 from .families import architectures
-from .layouts import TARGETS, arrange_layer, axes, count_heads
+from .layouts import arrange_layer, axes, count_heads
 from .mapping import Mapping, Names
+from .named_layouts import TARGETS
 from .stacks import mapping_under, names_and_layouts, prefixes_of
 from .tensor_names import named
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CallError, QkovError
-from .layouts import LAYOUTS, SCORES_IN, TARGETS, axes, joins_heads
+from .layouts import axes, joins_heads
+from .named_layouts import LAYOUTS, SCORES_IN, TARGETS
 from .schema import FACTS, MAPPING, OPTIONAL, check_mapping
 from .stated_facts import UNKNOWN, StatedFacts
 from .tensor_names import named, template_pattern

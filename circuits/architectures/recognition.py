@@ -11,8 +11,9 @@ from ..errors import CallError, QkovError
 from .config_lookups import Config, cases, filled, look_up
 from .families import Architecture, architecture_of, architectures, skipped, skipped_layers, unsupported
 from .fitting import fitting_families
-from .layouts import TARGETS, count_heads, width_of_model
+from .layouts import count_heads, width_of_model
 from .mapping import Mapping, Names, seen
+from .named_layouts import TARGETS
 from .stacks import mapping_under, needs_heads, prefixes_of, weight_names
 from .stated_facts import UNKNOWN
 from .tensor_names import named

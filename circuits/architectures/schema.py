@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CallError
-from .layouts import TARGETS
+from .named_layouts import TARGETS
 
 #: Tensors that may exist or not: biases, the norm in front of attention, the norms of queries and keys, and the tables
 #: [position, dims] by which positions rotate.

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from .layouts import LAYOUTS, TARGETS, axes, joins_heads
+from .layouts import axes, joins_heads
 from .mapping import Mapping, parse_mapping
+from .named_layouts import LAYOUTS, TARGETS
 from .schema import OF_RECOGNITION
 from .tensor_names import named
 

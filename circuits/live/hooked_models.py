@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.layouts import LAYOUTS, demand_floating
+from ..architectures.layouts import demand_floating
+from ..architectures.named_layouts import LAYOUTS
 from ..architectures.schema import FACTS
 from ..checkpoints.tensor_file import in_memory
 from ..errors import CallError, QkovError

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..architectures.layouts import SCORES_IN
 from ..architectures.mapping import Mapping, parse_mapping
+from ..architectures.named_layouts import SCORES_IN
 from ..architectures.stated_facts import UNKNOWN
 from ..errors import QkovError
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ..architectures.layouts import LAYOUTS
 from ..architectures.mapping import Mapping
+from ..architectures.named_layouts import LAYOUTS
 from ..checkpoints.tensor_file import TensorFile
 from ..errors import QkovError
 from ..storage.atomic_write import write_atomically
