@@ -15,8 +15,7 @@ def setup(app: Any) -> None:
 
 
 def _convert(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    # The docstring of a package is a page for help(), laid out with spaces.
-    lines[:] = _literal(lines) if what == "module" else restructured(lines)
+    lines[:] = restructured(lines)
 
 
 def restructured(lines: list[str]) -> list[str]:
