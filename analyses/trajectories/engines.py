@@ -10,6 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import islice
@@ -110,7 +111,7 @@ class Processes(Engine):
 
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
         config = {"backend": "loky", "n_jobs": self.workers, "inner_max_num_threads": 1}
-        yield from _as_they_arrive(measurements, config, parent=os.getpid())
+        yield from _as_they_arrive(measurements, config, parent=_Parent(os.getpid(), os.getcwd()))
 
 
 class Dask(Engine):
@@ -232,15 +233,30 @@ def _outcome(measurement: Measurement, opened: OpenedLast | None = None) -> bool
         return error
 
 
-def _in_one_thread(measurement: Measurement, parent: int | None = None) -> Outcome:
+@dataclass(frozen=True)
+class _Parent:
+    """The process that started a worker process of this machine.
+
+    Attributes:
+        process: Its number. A worker ends when it does.
+        folder: Its working folder, from which relative paths start. joblib gives a later sweep the workers of an
+            earlier one, which were started in the working folder of that time.
+    """
+
+    process: int
+    folder: str
+
+
+def _in_one_thread(measurement: Measurement, parent: _Parent | None = None) -> Outcome:
     """Do a measurement in a worker.
 
     Args:
         measurement: The measurement to do.
-        parent: The process with which this worker process ends; by default the engine ends its workers itself.
+        parent: The parent of this worker process; by default the engine ends its workers itself.
     """
     if parent is not None:
-        _end_with(parent)
+        _end_with(parent.process)
+        os.chdir(parent.folder)
     with one_torch_thread():
         return measurement.step, _outcome(measurement)
 
@@ -258,7 +274,7 @@ def _end_with(parent: int) -> None:
 
 
 def _as_they_arrive(
-    measurements: Iterable[Measurement], config: dict[str, Any], parent: int | None = None
+    measurements: Iterable[Measurement], config: dict[str, Any], parent: _Parent | None = None
 ) -> Iterator[Outcome]:
     import joblib
 

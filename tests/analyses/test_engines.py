@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,16 @@ def test_the_table_is_the_same_whichever_engine(small_run, by_this_process, tmp_
         )
     again = track(small_run, tmp_path / "store", composition=True, engine=engine, workers=2)
     assert (again.measured, again.kept) == ([], list(STEPS))
+
+
+def test_relative_paths_start_where_each_sweep_is_called(small_run, tmp_path, monkeypatch):
+    """joblib hands the workers of one sweep on to the next."""
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        shutil.copytree(small_run, folder / "run")
+        monkeypatch.chdir(folder)
+        assert track("run", "store", engine="loky", workers=2).measured == list(STEPS)
+        assert RunStore(folder / "store").steps() == list(STEPS)
 
 
 def test_a_cluster_is_reached_by_its_address(small_run, by_this_process, tmp_path):
