@@ -201,7 +201,7 @@ def test_weights_that_a_run_is_compared_with_are_demanded(tmp_path):
         CircuitProbe(model, run, start=2, resume=True)
     kept.write_bytes(save({"/0/W_Q": torch.zeros(1, 2, 3)}))
     with pytest.raises(
-        QkovError, match=r"has a W_Q of shape .* in layer 0, and the store .* was begun with one of shape"
+        QkovError, match=r"has a W_Q of shape .* in layer 0, but the store .* was begun with one of shape"
     ):
         CircuitProbe(model, run, start=2, resume=True)
     kept.write_bytes(content)
