@@ -112,9 +112,9 @@ def _by_transformers(
     # transformers' warnings are for those who run the model.
     logging.set_verbosity_error()
     try:
-        config = LlamaConfig(
-            hidden_size=d_head, num_attention_heads=1, head_dim=d_head, rope_scaling=stated, **beside, **lengths
-        )
+        facts: dict[str, Any] = {"hidden_size": d_head, "num_attention_heads": 1, "head_dim": d_head}
+        facts |= {"rope_scaling": stated, **beside, **lengths}
+        config = LlamaConfig(**facts)
         frequencies, amplitude = ROPE_INIT_FUNCTIONS[kind](config, device="cpu")
     finally:
         logging.set_verbosity(shown)

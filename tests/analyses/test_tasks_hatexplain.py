@@ -213,7 +213,7 @@ def test_evidence_may_reach_both_ends_of_its_document(start, end, marked, tmp_pa
     (tmp_path / "docs" / "a").write_text("one  two\nthree")
     record = {"annotation_id": "a", "classification": "x", "evidences": [[evidence("a", start, end)]]}
     (tmp_path / "test.jsonl").write_text(json.dumps(record))
-    (example,) = load_task("eraser", tmp_path).examples
+    (example,) = texts(load_task("eraser", tmp_path))
     (spans,) = example.relevant
     assert " ".join(example.text[first:last] for first, last in spans) == marked
 

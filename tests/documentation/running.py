@@ -79,7 +79,8 @@ class Reader:
             return _printed(words[: words.index("--address")])
         from distributed import LocalCluster
 
-        with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
+        cluster: Any = LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None)
+        with cluster:
             return _printed(tuple(cluster.scheduler_address if word.startswith("tcp://") else word for word in words))
 
     def _from_the_hub(self, words: tuple[str, ...]) -> str:

@@ -73,10 +73,10 @@ def _changes(tree: ast.AST) -> Iterator[_Change]:
                 yield _replacement(node, node, "op", kept)
             else:
                 yield _replacement(node, node, "operand", ast.UnaryOp(ast.Not(), node.operand))
-        elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            yield _replacement(node, node, "value", node.value + 1)
         elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
             yield _replacement(node, node, "value", not node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            yield _replacement(node, node, "value", node.value + 1)
 
 
 def _replacement(node: ast.AST, holder: object, where: str | int, new: object) -> _Change:

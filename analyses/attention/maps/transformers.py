@@ -130,8 +130,8 @@ class TransformersMaps(MapSource):
                 name = "hidden_states" if "hidden_states" in kwargs else "query"
                 inputs(key, args[0] if args else kwargs[name])
             index = _position_of_map(output, module)
-            attention = output[index] if index is not None else None
-            if not isinstance(attention, Tensor):
+            attention = None if index is None else output[index]
+            if index is None or not isinstance(attention, Tensor):
                 fused = not module.ask or module.implementation not in (None, "eager")
                 remedy = REMEDY if fused else f"{type(module.module).__name__} is not supported"
                 raise CallError(f"{layer_name(*key)} of {self.name} gave no attention map; {remedy}")
