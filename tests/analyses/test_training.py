@@ -229,14 +229,14 @@ def test_several_relevant_tokens_compete_and_one_does_not():
 def test_the_rescaled_rate_is_for_one_head():
     exact = directions(SETTING)
     model = SingleLayerAttention(exact.qk.shape[0], SETTING.M, Parameterization.CACO, heads=2)
-    with pytest.raises(CallError, match="the model has 2 heads, use one"):
+    with pytest.raises(CallError, match="the rescaled rate needs a model with one head; this one has 2 heads"):
         next(train(model, exact_population(SETTING), [1.0], step_size=ConstantRate(1.0), rescaled=True))
 
 
 def test_wrong_calls_are_refused():
     model = started(SETTING, Parameterization.CACO)
     population = exact_population(SETTING)
-    with pytest.raises(CallError, match="the model holds 1 runs, and 2 ratios were given"):
+    with pytest.raises(CallError, match="the model has 1 runs, but 2 ratios were given"):
         next(train(model, population, [1.0, 2.0], step_size=ConstantRate(1.0)))
     with pytest.raises(CallError, match="must be positive"):
         next(train(model, population, [0.0], step_size=ConstantRate(1.0)))

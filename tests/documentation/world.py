@@ -31,7 +31,12 @@ def build_world(folder: Path) -> None:
     )
     (folder / "mapping.toml").write_text(mapping)
     # HateXplain has three classes, and the page's own data two.
-    three = Tiny("BertForSequenceClassification", lambda: small("BertConfig", num_labels=3), "", False)
+    three = Tiny(
+        "BertForSequenceClassification",
+        lambda: small("BertConfig", num_labels=3, max_position_embeddings=256),
+        "",
+        False,
+    )
     for name, tiny in (("model", CAUSAL[0]), ("classifier", three), ("sentiment", CLASSIFIERS[0])):
         tiny.build().save_pretrained(folder / name)
         word_tokeniser().save_pretrained(folder / name)
@@ -76,16 +81,18 @@ def _data(folder: Path) -> None:
         for (prefix, *_), label in zip(_PAIRS, ("negative", "positive", "negative"), strict=True)
     ]
     (folder / "posts.jsonl").write_text("\n".join(map(json.dumps, posts)))
+    # The paper's cut takes seven tokens, and an example has to have more.
+    texts = [f"{prefix} by a good friend near the table".split() for prefix, *_ in _PAIRS]
     hateful = folder / "hatexplain"
     hateful.mkdir()
     dataset = {
         f"{number}_gab": {
             "post_id": f"{number}_gab",
             "annotators": [{"label": label, "annotator_id": annotator, "target": ["None"]} for annotator in range(3)],
-            "rationales": [[0, 1, *[0] * (len(prefix.split()) - 2)]] * 3,
-            "post_tokens": prefix.split(),
+            "rationales": [[0, 1, *[0] * (len(words) - 2)]] * 3,
+            "post_tokens": words,
         }
-        for number, ((prefix, *_), label) in enumerate(zip(_PAIRS, ("offensive", "normal", "offensive"), strict=True))
+        for number, (words, label) in enumerate(zip(texts, ("offensive", "normal", "offensive"), strict=True))
     }
     (hateful / "dataset.json").write_text(json.dumps(dataset))
     (hateful / "post_id_divisions.json").write_text(json.dumps({"train": [], "val": [], "test": list(dataset)}))

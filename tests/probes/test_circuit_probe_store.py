@@ -85,9 +85,9 @@ def test_a_report_is_drawn_as_training_goes_on(tmp_path):
         probe.step(1.0)
     page = page_of(run)
     assert "3 logged steps, step 0 to 2" in page
-    assert "the differences and what is said of the logged steps themselves are those of such a group" in page
+    assert "the differences and the results on the logged steps themselves are those of such a group" in page
     assert "The preconditioner at every logged step" in page
-    assert "not known for W<sub>QK</sub> of layer 0: positions rotate queries and keys.</p>" in page
+    assert "unknown for W<sub>QK</sub> of layer 0: positions rotate queries and keys.</p>" in page
     drawn = [f"{figure} cosine of W_{name}" in page for figure in ("taken exact", "omega") for name in ("QK", "OV")]
     assert drawn == [True, True, False, True]
 
@@ -100,8 +100,8 @@ def test_a_report_says_where_gradients_are_of_no_product(tmp_path):
     torch.optim.SGD(model.parameters(), 0.1).step()
     probe.step()
     page = page_of(tmp_path / "run")
-    assert "known for W<sub>OV</sub> of layer 0: the gradients of its factors are not those of one product" in page
-    assert "some are of an earlier step" in page
+    assert "unknown for W<sub>OV</sub> of layer 0: the gradients of its factors do not belong to one product" in page
+    assert "some are from an earlier step" in page
 
 
 KILLED = """
