@@ -57,7 +57,7 @@ def main() -> int:
         subprocess.run(
             [
                 *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-                *("--window-size=1200,1160", f"--screenshot={PICTURE}", report.resolve().as_uri()),
+                *("--window-size=1200,1225", f"--screenshot={PICTURE}", report.resolve().as_uri()),
             ],
             check=True,
             stdout=subprocess.DEVNULL,
