@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
@@ -20,6 +20,8 @@ Result = TypeVar("Result")
 ITEMS_AT_ONCE = 4
 #: Just below 32 megabytes; glibc returns every block of that size or more to the system.
 _LARGEST_KEPT = 31 * 2**20
+#: How long a caller waits for its threads until it looks whether it has been interrupted.
+_SECONDS_UNTIL_HEARD = 0.1
 
 
 def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
@@ -92,12 +94,24 @@ def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[R
                 futures = []
                 try:
                     futures += [workers.submit(work) for _ in range(at_once)]
-                    for future in futures:
-                        future.result()
+                    _wait_for(futures)
                 finally:
                     ended.set()
                     wait(futures)
     return [results[index] for index in range(len(results))]
+
+
+def _wait_for(futures: list[Future[None]]) -> None:
+    """Wait until all futures are done, or until one failed, and raise its error.
+
+    An interrupt that arrives just before Python begins to wait for a lock is only noticed when the wait ends. The
+    futures end with the last item, so the wait has to be cut into short ones.
+    """
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=_SECONDS_UNTIL_HEARD, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
 
 
 def _keep_freed_memory() -> None:

@@ -3,7 +3,6 @@
 import multiprocessing
 import signal
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +11,9 @@ import torch
 from qkov.circuits import Circuit
 from qkov.circuits.algebra.threads import ITEMS_AT_ONCE, _idle, in_threads, side_by_side
 from threadpoolctl import ThreadpoolController, threadpool_limits
+
+#: Two threads are busy with so many jobs of 0.1 seconds each for longer than anything here takes.
+MORE_THAN_A_MINUTE_OF_JOBS = 1500
 
 
 @pytest.fixture
@@ -151,7 +153,7 @@ def test_no_more_items_are_in_memory_than_are_worked_on(two_threads):
 
 def test_after_an_error_no_further_job_starts_or_runs_on(two_threads):
     begun, ended = [], []
-    has_other_begun, fails = threading.Event(), threading.Event()
+    has_other_begun, fails, has_returned = threading.Event(), threading.Event(), threading.Event()
 
     def job(number: int) -> None:
         begun.append(number)
@@ -163,14 +165,14 @@ def test_after_an_error_no_further_job_starts_or_runs_on(two_threads):
             has_other_begun.set()
             assert fails.wait(60)
         if number >= 4:
-            # Work: no event tells a job that the error has been noticed.
-            time.sleep(0.1)
+            assert not has_returned.wait(0.1), "the caller did not wait for this job"
         ended.append(number)
 
     numpys = numpy_threads()
     with pytest.raises(ValueError, match="of item 3"):
-        side_by_side(job, range(50))
-    assert len(begun) < 50
+        side_by_side(job, range(MORE_THAN_A_MINUTE_OF_JOBS))
+    has_returned.set()
+    assert len(begun) < MORE_THAN_A_MINUTE_OF_JOBS
     assert sorted([*ended, 3]) == sorted(begun)
     assert numpy_threads() == numpys
 
@@ -184,21 +186,30 @@ def test_an_error_in_the_iterator_reaches_the_caller(two_threads):
         side_by_side(lambda number: number, items())
 
 
-def test_an_interrupt_waits_for_running_jobs(two_threads, heard_interrupts):
+@pytest.mark.parametrize("attempt", range(5))
+def test_an_interrupt_waits_for_running_jobs(two_threads, heard_interrupts, attempt):
+    """The signal comes about when the caller begins to wait, where Python may not notice it at once."""
     begun, ended = [], []
+    is_heard, has_returned = threading.Event(), threading.Event()
+
+    def interrupt(*_: object) -> None:
+        is_heard.set()
+        raise KeyboardInterrupt
 
     def job(number: int) -> None:
         begun.append(number)
         if number == 2:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         if number >= 2:
-            # Work: no event tells a job that the interrupt has been noticed.
-            time.sleep(0.1)
+            assert is_heard.wait(60)
+            assert not has_returned.wait(0.1), "the caller did not wait for this job"
         ended.append(number)
 
+    signal.signal(signal.SIGINT, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        side_by_side(job, range(50))
-    assert len(begun) < 50
+        side_by_side(job, range(MORE_THAN_A_MINUTE_OF_JOBS))
+    has_returned.set()
+    assert len(begun) < MORE_THAN_A_MINUTE_OF_JOBS
     assert sorted(begun) == sorted(ended)
 
 
