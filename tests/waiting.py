@@ -23,6 +23,17 @@ def next_lines(process: subprocess.Popen[str], count: int = 1, seconds: float = 
     return lines
 
 
+def remaining_lines(process: subprocess.Popen[str], seconds: float = 120) -> list[str]:
+    """All that a process still prints to its standard output until it closes it."""
+    assert process.stdout is not None
+    watchdog = threading.Timer(seconds, process.kill)
+    watchdog.start()
+    try:
+        return [line.rstrip("\n") for line in process.stdout]
+    finally:
+        watchdog.cancel()
+
+
 def tell(process: subprocess.Popen[str]) -> None:
     """Let a process that reads a line from its standard input go on."""
     assert process.stdin is not None

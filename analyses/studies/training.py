@@ -2,11 +2,12 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import cast
 
-from joblib import Parallel, cpu_count, delayed, parallel_config
+from joblib import cpu_count
 
 from ...circuits.algebra.circuit import Circuit
 from ...circuits.errors import CallError, QkovError
@@ -19,6 +20,7 @@ from ..dynamics.step_sizes import RelativeStep
 from ..dynamics.training import State, train
 from ..trajectories.tracking import track
 from ..trajectories.view import TaskDirections
+from ..trajectories.worker_processes import WorkerLostError, done_by_workers
 from ..versions import versions
 from .plan import Batch, Plan
 from .reproduction import Reproduction, Run, begin_reproduction, is_reproduction, write_reproduction
@@ -46,7 +48,7 @@ def reproduce(
 
     Raises:
         CallError: the folder contains something other than a reproduction.
-        QkovError: a run did not reach all losses of the plan.
+        QkovError: a run did not reach all losses of the plan, or a worker was lost.
     """
     _make_room(folder)
     batches = plan.batches()
@@ -54,13 +56,17 @@ def reproduce(
     report(0, len(batches), "training and tracking")
     reached: _Reached = {}
     # One worker per core, each with one thread: more threads gain nothing on matrices this small.
-    with parallel_config(backend="loky", inner_max_num_threads=1):
-        finished = Parallel(n_jobs=min(cpu_count(), len(batches)), return_as="generator_unordered")(
-            delayed(_train_and_track)(plan, batch, folder) for batch in batches
-        )
-        for done, (batch, batch_reached) in enumerate(cast("Iterator[tuple[Batch, _Reached]]", finished), start=1):
-            reached |= batch_reached
-            report(done, len(batches), f"{batch.parameterization.value}, {batch.kind}")
+    training = partial(_train_and_track, plan, folder)
+    try:
+        with closing(done_by_workers(training, batches, min(cpu_count(), len(batches)))) as finished:
+            for done, (batch, batch_reached) in enumerate(finished, start=1):
+                reached |= batch_reached
+                report(done, len(batches), f"{batch.parameterization.value}, {batch.kind}")
+    except WorkerLostError as error:
+        raise QkovError(
+            f"a worker was killed or ran out of memory, so {folder} holds no complete reproduction; "
+            f"run the same command again, which starts afresh"
+        ) from error
     runs = [
         Run(batch.name(ratio), batch.kind, batch.parameterization, ratio, batch.start, reached[batch.name(ratio)])
         for batch in batches
@@ -77,7 +83,7 @@ def task_directions(setting: Setting) -> TaskDirections:
     return TaskDirections("task direction", {"QK": Circuit(exact.qk), "OV": Circuit(exact.ov)})
 
 
-def _train_and_track(plan: Plan, batch: Batch, folder: Path) -> tuple[Batch, _Reached]:
+def _train_and_track(plan: Plan, folder: Path, batch: Batch) -> tuple[Batch, _Reached]:
     reached = _train(plan, batch, folder)
     for name in reached:
         track(folder / "runs" / name, folder / "stores" / name, directions=task_directions(plan.setting))

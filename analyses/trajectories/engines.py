@@ -4,14 +4,10 @@ import logging
 import os
 import re
 import socket
-import threading
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from itertools import islice
 from typing import Any
@@ -19,6 +15,7 @@ from typing import Any
 from ...circuits.errors import CallError, QkovError, reason
 from .process_state import interrupts_ignored_by_children, one_torch_thread, restored_process
 from .sweep import Measurement, OpenedLast
+from .worker_processes import WorkerLostError, done_by_workers
 
 ENGINES = ("loky", "dask", "ray")
 #: Seconds within which a cluster must answer.
@@ -36,10 +33,6 @@ _LOCAL_CLUSTER: dict[str, Any] = {
     "dashboard_address": "127.0.0.1:0",
     "scheduler_kwargs": {"dashboard": False},
 }
-
-
-class WorkerLostError(Exception):
-    """A worker ended without an answer: it was killed, or its machine went away."""
 
 
 class Engine(ABC):
@@ -110,8 +103,8 @@ class Processes(Engine):
         self.workers = workers
 
     def _outcomes(self, measurements: Iterator[Measurement]) -> Iterator[Outcome]:
-        config = {"backend": "loky", "n_jobs": self.workers, "inner_max_num_threads": 1}
-        yield from _as_they_arrive(measurements, config, parent=_Parent(os.getpid(), os.getcwd()))
+        with closing(done_by_workers(_in_one_thread, measurements, self.workers)) as outcomes:
+            yield from outcomes
 
 
 class Dask(Engine):
@@ -233,57 +226,19 @@ def _outcome(measurement: Measurement, opened: OpenedLast | None = None) -> bool
         return error
 
 
-@dataclass(frozen=True)
-class _Parent:
-    """The process that started a worker process of this machine.
-
-    Attributes:
-        process: Its number. A worker ends when it does.
-        folder: Its working folder, from which relative paths start. joblib gives a later sweep the workers of an
-            earlier one, which were started in the working folder of that time.
-    """
-
-    process: int
-    folder: str
-
-
-def _in_one_thread(measurement: Measurement, parent: _Parent | None = None) -> Outcome:
-    """Do a measurement in a worker.
-
-    Args:
-        measurement: The measurement to do.
-        parent: The parent of this worker process; by default the engine ends its workers itself.
-    """
-    if parent is not None:
-        _end_with(parent.process)
-        os.chdir(parent.folder)
+def _in_one_thread(measurement: Measurement) -> Outcome:
+    """Do a measurement in a worker."""
     with one_torch_thread():
         return measurement.step, _outcome(measurement)
 
 
-@cache
-def _end_with(parent: int) -> None:
-    """End this process when its parent ends, which loky's workers would otherwise notice only after minutes."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _as_they_arrive(
-    measurements: Iterable[Measurement], config: dict[str, Any], parent: _Parent | None = None
-) -> Iterator[Outcome]:
+def _as_they_arrive(measurements: Iterable[Measurement], config: dict[str, Any]) -> Iterator[Outcome]:
     import joblib
 
     with joblib.parallel_config(**config):
         parallel = joblib.Parallel(return_as="generator_unordered", **_ONE_BY_ONE)
         with interrupts_ignored_by_children():
-            outcomes: Any = parallel(
-                joblib.delayed(_in_one_thread)(measurement, parent) for measurement in measurements
-            )
+            outcomes: Any = parallel(joblib.delayed(_in_one_thread)(measurement) for measurement in measurements)
         try:
             # `yield from` would close the outcomes itself, with joblib's warning.
             for outcome in outcomes:  # noqa: UP028

@@ -16,11 +16,12 @@ from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading
 from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace
 from ..versions import versions
-from .engines import Engine, WorkerLostError, engine_named
+from .engines import Engine, engine_named
 from .keeping import drop_all_but, files_to_read, folder_for_keeping
 from .store import RunStore
 from .sweep import Measurement
 from .view import TaskDirections, View
+from .worker_processes import WorkerLostError
 
 __all__ = ["TaskDirections", "Tracked", "track"]
 
