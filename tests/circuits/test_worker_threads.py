@@ -3,6 +3,7 @@
 import multiprocessing
 import signal
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -246,7 +247,7 @@ def test_items_are_taken_by_one_thread_at_a_time(two_threads):
             if not self.left:
                 raise StopIteration
             self.is_taken = True
-            # Time for the other thread to come in, which no event tells of as long as it does not.
+            # Give the other thread time to come in; no event says that it does not.
             time.sleep(0.005)
             self.left, self.is_taken = self.left - 1, False
             return self.left
