@@ -62,15 +62,26 @@ COMPOSITION = pa.schema(
         ("chance", pa.float64()),
     ]
 )
+#: The columns of `contents/`, whose rows are layers.
+CONTENTS = pa.schema(
+    [
+        ("source", pa.string()),
+        ("step", pa.int64()),
+        ("stack", pa.string()),
+        ("layer", pa.int32()),
+        ("digest", pa.string()),
+        ("sketch", pa.list_(pa.float64())),
+    ]
+)
 
 
 class RunStore:
     """A folder with run.json and `steps/step-000001000.parquet`, one file for each checkpoint.
 
-    Composition scores, if they were measured, are in `composition/` under the same names. The folders `steps/` and
-    `composition/` hold nothing but Parquet files, and the step is a column, so pandas, polars, DuckDB and `datasets`
-    can read them as they are. Each file contains a key of what it was made from, and counts as done only as long as
-    that key is current. Files are written in the store's own folder and moved when they are whole.
+    Under the same names, `contents/` holds a hash of each layer's weights, and `composition/` the composition scores,
+    if they were measured. The folders hold nothing but Parquet files, and the step is a column, so pandas, polars,
+    DuckDB and `datasets` can read them as they are. Each file contains a key of what it was made from, and counts as
+    done only as long as that key is current. Files are written in the store's own folder and moved when they are whole.
 
     Attributes:
         folder: The store's folder.
@@ -99,6 +110,11 @@ class RunStore:
         """The folder of the Parquet files with composition scores."""
         return self.folder / "composition"
 
+    @property
+    def contents_folder(self) -> Path:
+        """The folder of the Parquet files with the hashes of the layers."""
+        return self.folder / "contents"
+
     def path(self, step: int) -> Path:
         """Return the path of the file of a step."""
         return self.steps_folder / _name(step)
@@ -106,6 +122,10 @@ class RunStore:
     def composition_path(self, step: int) -> Path:
         """Return the path of the file with the composition scores of a step."""
         return self.composition_folder / _name(step)
+
+    def contents_path(self, step: int) -> Path:
+        """Return the path of the file with the hashes of the layers at a step."""
+        return self.contents_folder / _name(step)
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write run.json, and remove the unfinished files of writers that were killed."""
@@ -140,11 +160,7 @@ class RunStore:
         """
         if not path.exists():
             return False
-        try:
-            metadata = pq.read_schema(path).metadata or {}
-        except (pa.ArrowInvalid, OSError):
-            return False
-        return metadata.get(_KEY, b"").decode() == key
+        return _key_of(path) == key
 
     def write(self, step: int, key: str, rows: list[dict[str, Any]]) -> None:
         """Write the rows of a step.
@@ -191,6 +207,32 @@ class RunStore:
             columns: One column for each field of `COMPOSITION`.
         """
         self._write(self.composition_path(step), key, pa.Table.from_pydict(columns, schema=COMPOSITION))
+
+    def write_contents(self, step: int, key: str, columns: dict[str, Any]) -> None:
+        """Write the contents of the layers at a step; this comes before `write`, with the same key.
+
+        Args:
+            step: The step.
+            key: The key of the rows of the step.
+            columns: One column for each field of `CONTENTS`.
+        """
+        self._write(self.contents_path(step), key, pa.Table.from_pydict(columns, schema=CONTENTS))
+
+    def contents(self) -> pd.DataFrame:
+        """Return the contents of the layers: the columns of `CONTENTS`, with one row for each step, stack and layer.
+
+        A step is missing if its contents are unknown: it was measured by a version that did not note them, by a probe,
+        or from other files than its rows.
+
+        Raises:
+            QkovError: A file is damaged.
+        """
+        known = [
+            self.contents_path(step)
+            for step in self.steps()
+            if self.contents_path(step).exists() and _key_of(self.contents_path(step)) == _key_of(self.path(step))
+        ]
+        return self._read(known) if known else CONTENTS.empty_table().to_pandas()
 
     def _write(self, path: Path, key: str, table: pa.Table) -> None:
         buffer = io.BytesIO()
@@ -240,6 +282,15 @@ class RunStore:
             return dataset([str(path) for path in paths], format="parquet").to_table().to_pandas()
         except (pa.ArrowInvalid, OSError) as error:
             raise QkovError(f"a file in {paths[0].parent} is damaged ({error}): delete it and track again") from error
+
+
+def _key_of(path: Path) -> str | None:
+    """Return what a file says it was made from; None if it cannot be read."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+    except (pa.ArrowInvalid, OSError):
+        return None
+    return metadata.get(_KEY, b"").decode()
 
 
 def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -1,11 +1,13 @@
 """The measurement of one checkpoint as a job that any process can do: it reads, measures and writes on its own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingOptions
+from ...circuits.weights.content import ContentRecorder
+from .contents import content_columns
 from .keeping import files_to_read
 from .measuring import checkpoint_rows, composition_columns
 from .store import RunStore
@@ -100,14 +102,18 @@ class Measurement:
         opened.keep(self.needed)
         missing = {"rows": not self._has_rows(), "composition": not self._has_composition()}
         if missing["rows"]:
+            current = opened.open(self.checkpoint)
+            recorder = ContentRecorder(current.weights)
             rows = checkpoint_rows(
-                opened.open(self.checkpoint),
+                replace(current, weights=recorder),
                 None if self.before is None else opened.open(self.before),
                 None if self.reference is None else opened.open(self.reference),
                 self.directions,
                 self.view,
                 self.source,
             )
+            columns = content_columns(recorder.contents.values(), self.step, self.source)
+            self.store.write_contents(self.step, self.key, columns)
             self.store.write(self.step, self.key, rows)
         if missing["composition"] and self.composition_key is not None:
             columns = composition_columns(opened.open(self.checkpoint), self.view, self.source)
