@@ -1,11 +1,23 @@
 """The errors that qkov raises: the work failed, or the call was wrong."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .visible_text import visible
+
+#: How much of another library's message is repeated; some quote the input.
+_LONGEST_REASON = 300
+
 
 class QkovError(Exception):
     """The work could not be done.
 
-    The message names the thing, what was expected, what was received and what to do next.
+    The message is one line. It names the thing, what was expected, what was received and what to do next.
     """
+
+    def __init__(self, message: object = "") -> None:
+        """Store the message; characters of an input's name that would end or hide the line are shown as escapes."""
+        super().__init__(visible(str(message)))
 
 
 class CallError(QkovError, ValueError):
@@ -15,4 +27,35 @@ class CallError(QkovError, ValueError):
 def reason(error: BaseException) -> str:
     """Return what an error of another library says, in one line."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    if isinstance(error, OSError) and error.strerror and text.startswith("[Errno"):
+        text = error.strerror
+    first = visible(text.splitlines()[0]) if text else type(error).__name__
+    # A KeyError says nothing but the key.
+    said = f"{type(error).__name__}: {first}" if isinstance(error, LookupError) and text else first
+    return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]} ..."
+
+
+@contextmanager
+def reading(
+    name: object, expected: str, remedy: str = "copy it again", refusal: type[QkovError] = QkovError
+) -> Iterator[None]:
+    """Turn whatever a library raises while it reads an input into one line that names the input.
+
+    Every call of a library that parses an input of the user's is made within this context, since no library says all
+    that it may raise. Errors of qkov itself, which name the input already, pass unchanged.
+
+    Args:
+        name: The input, such as a path or an address.
+        expected: What the input should be, such as "JSON".
+        remedy: What to do about it.
+        refusal: The error to raise: `CallError` for an input that belongs to the call, such as a mapping.
+
+    Raises:
+        QkovError: A library raised an error.
+    """
+    try:
+        yield
+    except QkovError:
+        raise
+    except Exception as error:
+        raise refusal(f"{name} cannot be read as {expected} ({reason(error)}); {remedy}") from error

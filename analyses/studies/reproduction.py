@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...circuits.errors import CallError
+from ...circuits.errors import CallError, reading
 from ...circuits.storage.atomic_write import write_atomically
 from ..dynamics.setting import Parameterization, Setting, Start
 from ..trajectories.store import RunStore
@@ -71,7 +71,7 @@ def is_reproduction(folder: Path) -> bool:
     """Return whether `reproduce` wrote the folder, finished or not."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(description, dict) and description.get("format") == FORMAT
 
@@ -82,7 +82,7 @@ def open_reproduction(folder: Path) -> Reproduction:
     Raises:
         CallError: the folder does not contain a finished reproduction of this version.
     """
-    try:
+    with reading(folder, "a finished reproduction", "run qkov reproduce again", CallError):
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         if description["format"] != FORMAT or not description["finished"]:
             raise CallError(f"the reproduction in {folder} did not finish; run qkov reproduce --out {folder}")
@@ -111,12 +111,6 @@ def open_reproduction(folder: Path) -> Reproduction:
             versions=description["versions"],
             command=description["command"],
         )
-    except CallError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CallError(
-            f"{folder} does not contain a finished reproduction ({type(error).__name__}: {error})"
-        ) from error
 
 
 def begin_reproduction(folder: Path) -> None:

@@ -8,10 +8,11 @@ from ...circuits.errors import CallError, QkovError
 from ...circuits.storage.places import Place
 from .collecting import LeftOut, SourceItem, collected
 from .example import Span, Task, TextExample
-from .records import data_place, field, files_in, read_records, read_text
+from .records import data_place, field, files_in, of_data, read_records, read_text
 from .words import text_of_words
 
 
+@of_data("the layout of ERASER")
 def eraser(
     data: Path | str,
     split: str | None = None,

@@ -10,7 +10,7 @@ from ...circuits.storage.places import Place
 from .collecting import LeftOut, SourceItem, collected
 from .eraser import eraser
 from .example import Task, TextExample
-from .records import data_place, field, hub_rows, read_json
+from .records import data_place, field, hub_rows, of_data, read_json
 from .words import marked_spans, text_of_words
 
 CLASSES = ("hatespeech", "normal", "offensive")
@@ -22,6 +22,7 @@ _POSTS = "dataset.json"
 _DIVISIONS = "post_id_divisions.json"
 
 
+@of_data("HateXplain")
 def hatexplain(data: Path | str, split: str | None = None, limit: int | None = None, seed: int = 0) -> Task:
     """Return posts with the label that more than half of the annotators gave, and a mask for each rationale.
 

@@ -7,10 +7,11 @@ from typing import Any
 from ...circuits.errors import CallError, QkovError, reason
 from .collecting import LeftOut, SourceItem, collected
 from .example import Example, Span, Task, TextExample
-from .records import data_place, field, files_in, hub_rows, read_records
+from .records import data_place, field, files_in, hub_rows, of_data, read_records
 from .words import marked_spans, text_of_words
 
 
+@of_data("records {tokens or text, relevant, label}")
 def lines(data: Path | str, split: str | None = None, limit: int | None = None, seed: int = 0) -> Task:
     """Return the examples of records {tokens, relevant, label} or {text, relevant, label}.
 
@@ -46,7 +47,9 @@ def _examples(rows: list[dict[str, Any]], classes: tuple[str, ...], data: Path |
     for number, row in enumerate(rows, 1):
         try:
             yield _example(row, classes, data, str(row.get("id", number)))
-        except (CallError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:
+            if isinstance(error, QkovError) and not isinstance(error, CallError):
+                raise
             raise QkovError(f"record {number} of {data} is not in the expected format: {reason(error)}") from error
 
 

@@ -2,18 +2,47 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
-from ...circuits.errors import CallError, QkovError, reason
+from ...circuits.errors import CallError, QkovError, reading, reason
 from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace, Place
+from .example import Task
 
 _HUB_ID = re.compile(r"\w[\w.\-]*(?:/[\w.\-]+)?(?:@\S+)?")
 # A name with one of these endings is meant as a file, not as the id of a data set on the hub.
 _FILE = re.compile(r"\.(csv|gold|gz|jsonl?|parquet|text|tsv|txt|zip)$")
+
+
+Parameters = ParamSpec("Parameters")
+
+
+def of_data(
+    expected: str,
+) -> Callable[
+    [Callable[Concatenate[Path | str, Parameters], Task]], Callable[Concatenate[Path | str, Parameters], Task]
+]:
+    """Return a decorator for the source of a task, so that whatever is raised while data are read names the data.
+
+    Args:
+        expected: what the data should be, such as "the layout of ERASER".
+    """
+
+    def decorate(
+        source: Callable[Concatenate[Path | str, Parameters], Task],
+    ) -> Callable[Concatenate[Path | str, Parameters], Task]:
+        @wraps(source)
+        def read(data: Path | str, *arguments: Parameters.args, **options: Parameters.kwargs) -> Task:
+            with reading(data, expected, "compare its records with that format"):
+                return source(data, *arguments, **options)
+
+        return read
+
+    return decorate
 
 
 def data_place(data: Path | str) -> Place | None:
@@ -59,10 +88,8 @@ def read_text(place: Place) -> str:
     Raises:
         QkovError: the file cannot be read, or is not UTF-8.
     """
-    try:
+    with reading(place, "UTF-8 text", "convert it to UTF-8"):
         return place.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise QkovError(f"{place} is not UTF-8 text ({reason(error)}); convert it to UTF-8") from error
 
 
 def read_json(place: Place) -> Any:
@@ -71,10 +98,8 @@ def read_json(place: Place) -> Any:
     Raises:
         QkovError: the file cannot be read, or is not JSON.
     """
-    try:
+    with reading(place, "JSON", "check whether the file is truncated"):
         return json.loads(read_text(place))
-    except json.JSONDecodeError as error:
-        raise QkovError(f"{place} is not JSON ({reason(error)}); check whether the file is truncated") from error
 
 
 def read_records(place: Place) -> list[dict[str, Any]]:
@@ -121,7 +146,8 @@ def hub_rows(data: Path | str, split: str | None) -> Iterator[dict[str, Any]]:
             if not Path(data).exists()
             else f"datasets cannot load {data} ({reason(error)}); check its files and the split"
         ) from error
-    yield from loaded if split is not None else chain.from_iterable(loaded.values())
+    with reading(data, "a data set", "check its files"):
+        yield from loaded if split is not None else chain.from_iterable(loaded.values())
 
 
 def field(record: dict[str, Any], name: str, where: object) -> Any:
@@ -135,15 +161,13 @@ def field(record: dict[str, Any], name: str, where: object) -> Any:
     Raises:
         QkovError: the record has no such field; the message lists its fields.
     """
+    if not isinstance(record, dict):
+        raise QkovError(f"a record of {where} is {str(record)[:60]!r}; expected a JSON object with {name!r}")
     if name not in record:
         raise QkovError(f"a record of {where} has no field {name!r}; its fields are {', '.join(map(str, record))}")
     return record[name]
 
 
 def _parsed(place: Place, number: int, line: str) -> Any:
-    try:
+    with reading(f"line {number} of {place}", "JSON", "check whether the file is truncated"):
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise QkovError(
-            f"line {number} of {place} is not JSON ({reason(error)}); check whether the file is truncated"
-        ) from error

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...circuits.errors import CallError, QkovError
+from ...circuits.errors import CallError, reading
 from ...circuits.storage.places import Place
 from .collecting import LeftOut, SourceItem, collected
 from .example import Task, TextExample
-from .records import data_place, field, files_in, hub_rows, read_json
+from .records import data_place, field, files_in, hub_rows, of_data, read_json
 
 #: The prompt of "Faster Query-Key Learning Sharpens Attention".
 PROMPT = "Q: {question} C: {context} A:"
@@ -17,6 +17,7 @@ PROMPT = "Q: {question} C: {context} A:"
 SQUAD_BINS = (0.0, 0.05, 0.1, 0.5, 1.0)
 
 
+@of_data("SQuAD")
 def squad(
     data: Path | str,
     split: str | None = None,
@@ -65,15 +66,11 @@ def squad(
 
 
 def _questions(file: Place) -> Iterator[dict[str, Any]]:
-    try:
+    with reading(file, "SQuAD", "expected data[].paragraphs[].{context, qas[]}"):
         for article in read_json(file)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
                     yield {**question, "context": paragraph["context"]}
-    except (KeyError, TypeError) as error:
-        raise QkovError(
-            f"{file} is not in the format of SQuAD ({error!r}); expected data[].paragraphs[].{{context, qas[]}}"
-        ) from error
 
 
 def _examples(row: dict[str, Any], prompt: str, data: Path | str) -> Iterator[SourceItem]:

@@ -1,5 +1,6 @@
 """The rows of one checkpoint: all quantities of its circuits and head groups, and how far they moved."""
 
+import math
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -151,7 +152,8 @@ def _layer_rows(
                 "columns": circuit.shape[-1],
                 "rank_bound": circuit.rank_bound,
                 "factorized": circuit.right is not None,
-                "finite": finite[head],
+                # LAPACK may also fail on finite weights, and every quantity of the head is NaN then.
+                "finite": finite[head] and not math.isnan(listed[name]["frobenius_norm"][head]),
                 **dict.fromkeys(MOTION),
                 **{quantity: values[head] for quantity, values in listed[name].items()},
                 "effective_ratio": effective_ratio(speeds, head),

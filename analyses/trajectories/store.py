@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.dataset import dataset
 
-from ...circuits.errors import CallError, QkovError
+from ...circuits.errors import CallError, reading
 from ...circuits.storage.atomic_write import remove_stale, write_atomically
 
 FORMAT = "qkov run store 2"
@@ -139,10 +139,12 @@ class RunStore:
         Raises:
             CallError: The folder is not a run store.
         """
-        try:
-            description = json.loads(self.description_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CallError(f"{self.folder} is not a run store: its run.json is missing or damaged") from error
+        if not self.description_path.is_file():
+            raise CallError(f"{self.folder} is not a run store: it has no run.json")
+        with reading(
+            self.description_path, "the description of a run store", "track again into another folder", CallError
+        ):
+            description = json.loads(self.description_path.read_bytes())
         if not isinstance(description, dict) or description.get("format") != FORMAT:
             raise CallError(f"{self.folder} is not a run store of this version: expected format {FORMAT!r} in run.json")
         return description
@@ -272,25 +274,21 @@ class RunStore:
         return self._read([path])
 
     def _open(self, path: Path) -> pa.Table:
-        try:
+        with reading(path, "rows of a run store", "delete it"):
             return pq.read_table(path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise QkovError(f"{path} is damaged ({error}): delete it") from error
 
     def _read(self, paths: list[Path]) -> pd.DataFrame:
-        try:
+        with reading(paths[0].parent, "the Parquet files of a run store", "delete what is damaged and track again"):
             return dataset([str(path) for path in paths], format="parquet").to_table().to_pandas()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise QkovError(f"a file in {paths[0].parent} is damaged ({error}): delete it and track again") from error
 
 
 def _key_of(path: Path) -> str | None:
     """Return what a file says it was made from; None if it cannot be read."""
     try:
         metadata = pq.read_schema(path).metadata or {}
-    except (pa.ArrowInvalid, OSError):
+        return metadata.get(_KEY, b"").decode()
+    except Exception:  # A file that pyarrow cannot read, for whatever reason, is measured again.
         return None
-    return metadata.get(_KEY, b"").decode()
 
 
 def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -1,14 +1,14 @@
 """Every quantity of a circuit that follows from a checkpoint's weights, by name, from one factorization."""
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from .circuit import Circuit, inner_in_range
 from .exponents import Exponent, times_power_of_two
 from .preconditioner import Agreement, largest_rate, mean_rate, reduced_agreement, reduced_imbalance, self_rate
 from .products import multiply, upcast
-from .spectrum import Reduction, ThinSVD, matrix_singular_values, matrix_svd
+from .spectrum import Reduction, ThinSVD, matrix_by_matrix, matrix_singular_values, matrix_svd
 
 #: Quantities in the unit of C.
 _SIZES = ("frobenius_norm", "spectral_norm", "nuclear_norm", "omega_largest", "omega_mean", "omega_self")
@@ -47,7 +47,8 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
 
     A quantity that does not exist is NaN: imbalance and agreement of a collapsed circuit, which has no factors;
     symmetry and eigenvalues if p is not q; ranks, shares, scores and cosines of a zero matrix (its norms and rates are
-    0); and every quantity of a matrix with NaN or infinite entries.
+    0); and every quantity of a matrix with NaN or infinite entries, or whose singular values or eigenvalues LAPACK does
+    not find.
 
     Args:
         circuit: The circuit C, of any batch shape.
@@ -79,15 +80,17 @@ def measure(circuit: Circuit, reference: Circuit | None = None, eigenvalues: boo
         values |= _of_factors(reduction, core, of_left - of_right)
     matrix = _with_its_eigenvalues(circuit) if square else None
     values |= dict.fromkeys(SYMMETRY_QUANTITIES, missing) if matrix is None else _of_symmetry(matrix, norm)
+    z = None if matrix is None or not eigenvalues else _eigenvalues(matrix)
     if eigenvalues:
-        values |= dict.fromkeys(EIGENVALUE_QUANTITIES, missing) if matrix is None else _of_eigenvalues(matrix)
+        values |= dict.fromkeys(EIGENVALUE_QUANTITIES, missing) if z is None else _of_eigenvalues(z)
     if reference is not None:
         values |= _along_reference(circuit, norm, reference, exponent)
 
-    finite = s.isfinite().all(-1)
+    finite = s.isfinite().all(-1) if z is None else s.isfinite().all(-1) & z.isfinite().all(-1)
     values |= {name: times_power_of_two(values[name], exponent) for name in _SIZES}
     values = {name: torch.where(finite, value, torch.nan) for name, value in values.items()}
     of_values = exponent if isinstance(exponent, int) else exponent[..., None]
+    s = s.masked_fill(~finite[..., None], torch.nan)
     return {"singular_values": times_power_of_two(s, of_values), **values}
 
 
@@ -115,10 +118,12 @@ def _of_symmetry(matrix: Float64[Tensor, "*batch n n"], norm: Float64[Tensor, "*
     return dict(zip(SYMMETRY_QUANTITIES, ((1 + trace) / 2, (1 - trace) / 2), strict=True))
 
 
-def _of_eigenvalues(matrix: Float64[Tensor, "*batch n n"]) -> dict[str, Tensor]:
-    finite = matrix.isfinite().all(-1).all(-1)
-    # LAPACK refuses a whole batch that contains one NaN; `measure` restores the NaN.
-    values = torch.linalg.eigvals(matrix.masked_fill(~finite[..., None, None], 0.0))
+def _eigenvalues(matrix: Float64[Tensor, "*batch n n"]) -> Complex128[Tensor, "*batch n"]:
+    (values,) = matrix_by_matrix(lambda some: (torch.linalg.eigvals(some),), matrix)
+    return values
+
+
+def _of_eigenvalues(values: Complex128[Tensor, "*batch n"]) -> dict[str, Tensor]:
     copying = values.real.sum(-1) / values.abs().sum(-1)
     positive = values.real.clamp_min(0).sum(-1) / values.real.abs().sum(-1)
     return dict(zip(EIGENVALUE_QUANTITIES, (copying, positive), strict=True))

@@ -10,6 +10,7 @@ training. A matrix with NaN or infinite entries has NaN for every quantity; othe
 affected. Results carry no gradient.
 """
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -90,20 +91,57 @@ def reduce(left: Float[Tensor, "*#batch rows rank"], right: Float[Tensor, "*#bat
     return Reduction(rows.triangle, columns.triangle.mT)
 
 
+def matrix_by_matrix(
+    decompose: Callable[[Tensor], Iterable[Tensor]], matrices: Float64[Tensor, "*batch rows columns"]
+) -> list[Tensor]:
+    """Return what a decomposition gives for a batch, with NaN for each matrix that is not finite or does not converge.
+
+    LAPACK refuses a whole batch that contains one NaN, or one matrix for which its iterations do not converge. The
+    batch is decomposed at once, and matrix by matrix only if that fails.
+
+    Args:
+        decompose: Returns tensors whose first dimensions are those of the batch that it is called with.
+        matrices: The matrices.
+    """
+    finite = matrices.isfinite().all(-1).all(-1)
+    clean = matrices if bool(finite.all()) else matrices.masked_fill(~finite[..., None, None], 0.0)
+    try:
+        results = list(decompose(clean))
+    except torch.linalg.LinAlgError:
+        batch, flat = clean.shape[:-2], clean.reshape(-1, *clean.shape[-2:])
+        # A matrix of zeros converges, and shows the shapes of the results.
+        zeros = torch.zeros_like(flat[:1])
+        parts, converged = [], torch.ones(len(flat), dtype=torch.bool, device=clean.device)
+        for position, matrix in enumerate(flat):
+            try:
+                parts.append(list(decompose(matrix[None])))
+            except torch.linalg.LinAlgError:
+                converged[position] = False
+                parts.append(list(decompose(zeros)))
+        results = [
+            torch.cat(of_result).reshape(*batch, *of_result[0].shape[1:]) for of_result in zip(*parts, strict=True)
+        ]
+        finite = finite & converged.reshape(batch)
+    unknown = ~finite
+    if not unknown.any():
+        return results
+    return [
+        result.masked_fill(unknown.reshape(*unknown.shape, *(1,) * (result.ndim - unknown.ndim)), torch.nan)
+        for result in results
+    ]
+
+
 def matrix_svd(matrix: Float64[Tensor, "*batch rows columns"]) -> ThinSVD:
     """Return the thin SVD of small or collapsed matrices, NaN for a matrix that is not finite."""
-    matrix, finite = _zero_where_not_finite(matrix)
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    poison = torch.where(finite, 0.0, torch.nan)
-    return ThinSVD(left + poison[..., None, None], values + poison[..., None], right + poison[..., None, None])
+    return ThinSVD(*matrix_by_matrix(lambda some: torch.linalg.svd(some, full_matrices=False), matrix))
 
 
 def matrix_singular_values(
     matrix: Float64[Tensor, "*batch rows columns"],
 ) -> Float64[Tensor, "*batch values"]:
     """Return the singular values of small or collapsed matrices, NaN for a matrix that is not finite."""
-    matrix, finite = _zero_where_not_finite(matrix)
-    return torch.linalg.svdvals(matrix).masked_fill(~finite[..., None], torch.nan)
+    (values,) = matrix_by_matrix(lambda some: (torch.linalg.svdvals(some),), matrix)
+    return values
 
 
 def singular_values(
@@ -230,8 +268,9 @@ def _values_from_grams(
     square = _congruent(left_gram, factor)
     if not accepted.all():
         square.masked_fill_(~accepted[..., None, None], 0.0)
-    eigenvalues = torch.linalg.eigvalsh(square)
+    (eigenvalues,) = matrix_by_matrix(lambda some: (torch.linalg.eigvalsh(some),), square)
     values = eigenvalues.clamp_min(0).sqrt_().flip(-1).mul_(size[..., None])
+    # NaN is not above the bound either, so a matrix whose eigenvalues do not converge is tried by another way.
     return values, accepted & (eigenvalues[..., 0] > SMALLEST_EIGENVALUE)
 
 
@@ -278,12 +317,3 @@ def _normalize(gram: Tensor) -> tuple[Tensor, Tensor]:
     """
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
     return gram.div_(trace[..., None, None]), trace.sqrt().masked_fill_(trace < SMALLEST_SIZE**2, torch.nan)
-
-
-def _zero_where_not_finite(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the matrices with those that are not finite set to zero, and which are finite.
-
-    LAPACK refuses a whole batch that contains one NaN.
-    """
-    finite = matrix.isfinite().all(-1).all(-1)
-    return matrix.masked_fill(~finite[..., None, None], 0.0), finite

@@ -93,8 +93,7 @@ def look_up(config: Config, key: str, absent: Any = None) -> Any:
 def _chosen_layers(layers: dict[str, Any], config: Config | None, numbers: frozenset[int]) -> frozenset[int]:
     kinds = _fill({"config": layers["config"]}, config) if "config" in layers else None
     if isinstance(kinds, list):
-        kinds = _written_out(kinds)
-        return frozenset(number for number in numbers if number < len(kinds) and kinds[number] == layers["is"])
+        return frozenset(number for number in numbers if _kind_of_layer(kinds, number) == layers["is"])
     if "only" in layers:
         return numbers & frozenset(layers["only"])
     if "every" in layers:
@@ -109,13 +108,21 @@ def _chosen_layers(layers: dict[str, Any], config: Config | None, numbers: froze
     return frozenset(number for number in numbers if isinstance(first, int) and number >= first)
 
 
-def _written_out(kinds: list[Any]) -> list[Any]:
-    """Return GPT-Neo's [[["global", "local"], 6]] as one entry for each layer."""
+def _kind_of_layer(kinds: list[Any], number: int) -> Any:
+    """Return the kind of a layer, None beyond the list; GPT-Neo writes [[["global", "local"], 6]] for twelve layers.
+
+    The repetitions are not written out, since a damaged config may state any number of them.
+    """
     if not all(isinstance(entry, list) and len(entry) == 2 for entry in kinds):
-        return kinds
-    if not all(isinstance(several, list) and isinstance(times, int) for several, times in kinds):
-        raise CallError(f"it says {kinds} where kinds of layers and their numbers of repetitions are expected")
-    return [kind for several, times in kinds for _ in range(times) for kind in several]
+        return kinds[number] if number < len(kinds) else None
+    for several, times in kinds:
+        if not isinstance(several, list) or not isinstance(times, int):
+            raise CallError(f"it says {kinds} where kinds of layers and their numbers of repetitions are expected")
+        length = len(several) * max(times, 0)
+        if number < length:
+            return several[number % len(several)]
+        number -= length
+    return None
 
 
 def _holds(case: dict[str, Any], config: Config | None, names: Iterable[str]) -> bool:

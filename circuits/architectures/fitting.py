@@ -1,5 +1,6 @@
 """Find the families whose tensor names and shapes fit a file."""
 
+from math import isqrt
 from typing import Any
 
 import torch
@@ -49,14 +50,19 @@ def _shapes_fit(mapping: Mapping, file: TensorFile, stack: dict[str, Any]) -> bo
     names = next(iter(mapping.layers(file.shapes).values()))
     shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items()}
     sizes = {size for role, shape in shapes.items() for size in shape if role in TARGETS}
-    divisors = (heads for heads in range(1, max(sizes, default=0) + 1) if any(size % heads == 0 for size in sizes))
     beside = {
         layout: file.shapes[match.group()]
         for template, layout in stack.get("beside", {}).items()
         for match in named(mapping.full_name(template), file.shapes)
     }
-    numbers = (None,) if mapping.heads is None else divisors
+    numbers = (None,) if mapping.heads is None else sorted(set().union(*map(_divisors, sizes)))
     return any(_fits(mapping, names, shapes, heads, beside) for heads in numbers)
+
+
+def _divisors(size: int) -> set[int]:
+    """Return the divisors of a size, found in as many steps as its root; a header may state any size."""
+    small = [divisor for divisor in range(1, isqrt(size) + 1) if size % divisor == 0]
+    return {*small, *(size // divisor for divisor in small)}
 
 
 def _fits(

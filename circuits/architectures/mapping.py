@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CallError, QkovError
+from ..errors import CallError, QkovError, reading
 from .layouts import axes, joins_heads
 from .named_layouts import LAYOUTS, SCORES_IN, TARGETS
 from .schema import FACTS, MAPPING, OPTIONAL, check_mapping
@@ -132,15 +132,14 @@ def read_mapping(path: Path | str) -> Mapping:
     Raises:
         CallError: The file is missing, is not TOML, holds an unknown key at any level, or a value that cannot be used.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CallError(f"the mapping {path} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise CallError(f"the mapping {path} cannot be read as TOML: {error}") from error
     origin = f"the mapping {path}"
-    check_mapping(table, origin)
-    return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)
+    if not Path(path).is_file():
+        raise CallError(f"{origin} {'is not a regular file' if Path(path).exists() else 'does not exist'}")
+    with reading(origin, "TOML", "correct it", CallError):
+        table = tomllib.loads(Path(path).read_bytes().decode())
+    with reading(origin, "a mapping", "correct it", CallError):
+        check_mapping(table, origin)
+        return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)
 
 
 def parse_mapping(

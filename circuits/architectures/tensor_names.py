@@ -3,13 +3,16 @@
 import re
 from collections.abc import Iterable
 
+#: A number of a layer or of a head. A longer one is damage, and would not fit into the column of a table.
+_NUMBER = "[0-9]{1,6}"
+
 
 def template_pattern(template: str) -> str:
     """Return the regular expression for a template that contains {layer} and possibly {inner} or {head}."""
     escaped = re.escape(template)
     for index in ("layer", "inner", "head"):
         hole = rf"\{{{index}\}}"
-        escaped = escaped.replace(hole, rf"(?P<{index}>\d+)", 1).replace(hole, f"(?P={index})")
+        escaped = escaped.replace(hole, rf"(?P<{index}>{_NUMBER})", 1).replace(hole, f"(?P={index})")
     return escaped
 
 

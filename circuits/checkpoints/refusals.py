@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatch
 
-from ..errors import QkovError
+from ..errors import reading
 from ..storage.places import Place
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(safetensors|bin)")
@@ -76,10 +76,9 @@ def _adapter(folder: Place, names: list[str]) -> str | None:
     base = "its base model"
     if "adapter_config.json" in names:
         place = folder.child("adapter_config.json")
-        try:
-            base = json.loads(place.read_bytes()).get("base_model_name_or_path") or base
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise QkovError(f"{place} is damaged: expected the JSON of an adapter; copy it again") from error
+        content = place.read_bytes()
+        with reading(place, "the JSON of an adapter"):
+            base = json.loads(content).get("base_model_name_or_path") or base
     return (
         f"a PEFT adapter, which is not a model by itself; merge it into {base} with peft's "
         f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(OUT)"

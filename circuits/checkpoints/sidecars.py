@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..errors import QkovError
+from ..errors import QkovError, reading
 from ..storage.places import Place
 from .tensor_file import Plain
 
@@ -18,15 +18,11 @@ def read_config(place: Place) -> dict[str, Any]:
     if place.suffix == ".yaml":
         import yaml  # most checkpoints have no YAML file beside them
 
-        try:
+        with reading(place, "the YAML of a model's config"):
             table = yaml.safe_load(content)
-        except yaml.YAMLError as error:
-            raise QkovError(f"{place} is damaged: expected the YAML of a model's config; copy it again") from error
     else:
-        try:
+        with reading(place, "JSON"):
             table = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise QkovError(f"{place} is damaged: expected JSON ({error}); copy it again") from error
     if not isinstance(table, dict):
         raise QkovError(f"{place} is damaged: expected a table, found a {type(table).__name__}; copy it again")
     return table
@@ -46,13 +42,11 @@ def training_values(state: dict[str, Any], place: Place) -> dict[str, Plain]:
         QkovError: The state is damaged.
     """
     values: dict[str, Plain] = {}
-    try:
+    with reading(place, "a trainer's state, whose log_history is a list of logged steps"):
         step = global_step(state)
         for entry in state.get("log_history", []):
             if step is None or entry["step"] <= step:
                 values |= {name: float(entry[name]) for name in ("loss", "learning_rate") if name in entry}
-    except (KeyError, TypeError, ValueError) as error:
-        raise QkovError(f"{place} is damaged: its log_history is not a list of logged steps; copy it again") from error
     return values
 
 

@@ -11,7 +11,7 @@ from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters, demand_unscaled
 from ..checkpoints.wrapped_names import unwrapped
-from ..errors import CallError, QkovError
+from ..errors import CallError, QkovError, reading
 from ..storage.places import Place
 from ..weights.attention_weights import AttentionWeights
 from ..weights.source import AttentionSource, StackTensors
@@ -103,8 +103,12 @@ class OpenCheckpoint(AttentionSource):
         yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
 
     def _layer(self, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
+        facts = mapping.origin if self.config_origin is None else f"{self.config_origin} and {mapping.origin}"
         try:
-            return read_layer(self.file, mapping, layer, names)
+            with reading(
+                f"layer {layer} of {self.file.address}", f"{facts} describe it", "correct what is wrong there"
+            ):
+                return read_layer(self.file, mapping, layer, names)
         except CallError as error:
             raise QkovError(f"{self.file.address}: {error}") from error
 

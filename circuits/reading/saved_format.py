@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.mapping import Mapping
 from ..architectures.named_layouts import LAYOUTS
 from ..checkpoints.tensor_file import TensorFile
-from ..errors import QkovError
+from ..errors import reading
 from ..storage.atomic_write import write_atomically
 from ..weights.attention_weights import NAMES, AttentionWeights
 
@@ -67,13 +67,9 @@ def own_scalars(file: TensorFile) -> dict[str, float]:
     Raises:
         QkovError: The metadata is damaged.
     """
-    try:
+    with reading(f"the metadata of {file.address}", f"the scalars of a {FORMAT!r}"):
         scalars = json.loads(file.metadata[_KEY])["scalars"]
         return {name: float(value) for name, value in scalars.items()}
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise QkovError(
-            f"{file.address} claims to be a {FORMAT!r}, but the scalars in its metadata are damaged"
-        ) from error
 
 
 def own_settings(file: TensorFile) -> dict[str, Any]:
@@ -82,9 +78,5 @@ def own_settings(file: TensorFile) -> dict[str, Any]:
     Raises:
         QkovError: The metadata is damaged.
     """
-    try:
+    with reading(f"the metadata of {file.address}", f"the settings of a {FORMAT!r}"):
         return dict(json.loads(file.metadata[_KEY])["settings"])
-    except (KeyError, ValueError, TypeError) as error:
-        raise QkovError(
-            f"{file.address} claims to be a {FORMAT!r}, but the settings in its metadata are damaged"
-        ) from error

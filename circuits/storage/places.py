@@ -2,10 +2,11 @@
 
 import hashlib
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 import numpy as np
@@ -162,13 +163,16 @@ class LocalPlace(Place):
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of the file, or all of them without a stop."""
-        with self._translated(), self.path.open("rb") as file:
+        with self._opened() as file:
             file.seek(start)
-            return file.read() if stop is None else file.read(stop - start)
+            if stop is None:
+                return file.readall()
+            with BufferedReader(file) as buffered:
+                return buffered.read(stop - start)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the bytes of each range."""
-        with self._translated(), self.path.open("rb", buffering=0) as file:
+        with self._opened() as file:
             return [self._read_whole(file, start, stop) for start, stop in ranges]
 
     def stamp(self) -> str:
@@ -177,7 +181,7 @@ class LocalPlace(Place):
         This takes two reads whatever the file's size. A file that was written again counts as changed even if its
         content is the same.
         """
-        with self._translated(), self.path.open("rb") as file:
+        with self._opened() as file:
             status = os.fstat(file.fileno())
             digest = hashlib.blake2b(f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=16)
             digest.update(file.read(BLOCK))
@@ -197,6 +201,22 @@ class LocalPlace(Place):
     def local_copy(self) -> Iterator[Path]:
         """Give the path itself."""
         yield self.path
+
+    @contextmanager
+    def _opened(self) -> Iterator[FileIO]:
+        """Open the file unbuffered, if it is a regular one: reading a pipe or a device might never end.
+
+        The file is opened without waiting, since opening a pipe waits for its writer.
+        """
+        with self._translated():
+            descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                os.close(descriptor)
+                kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+                raise QkovError(f"{self.address} is {kind}; expected a regular file")
+            with FileIO(descriptor) as file:
+                yield file
 
     def _read_whole(self, file: FileIO, start: int, stop: int) -> np.ndarray:
         file.seek(start)

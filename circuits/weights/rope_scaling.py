@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping as Dictionary
 from typing import Any
 
-from ..errors import QkovError
+from ..errors import CallError, QkovError
 from .rotary import Pairing, Rotary
 
 _UNSCALED = ("default", "dynamic")
@@ -51,6 +51,8 @@ def scaled_rotary(
     try:
         if not 0 < base < math.inf:
             raise ValueError(f"the base is {base}")
+        if not 0 < dims <= d_head:
+            raise ValueError(f"{dims} of {d_head} dimensions rotate")
         if kind in _UNSCALED:
             return Rotary.of_base(dims, base, pairing)
         if kind == "linear":
@@ -60,7 +62,10 @@ def scaled_rotary(
         if kind == "longrope":
             return _longrope(Rotary.of_base(dims, base, pairing), scaling, max_positions)
         return _by_transformers(kind, d_head, dims, base, pairing, scaling, max_positions)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except Exception as error:
+        # What the config says is wrong, not a call.
+        if isinstance(error, QkovError) and not isinstance(error, CallError):
+            raise
         raise QkovError(f"the rotary scaling {kind!r} of the config cannot be used: {scaling} ({error!r})") from error
 
 

@@ -96,7 +96,11 @@ def test_a_run_of_a_reproduction_is_read_at_its_last_step(tmp_path):
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ("nobody/nothing-of-this-name", QkovError, "transformers cannot load nobody/nothing-of-this-name: "),
+        (
+            "nobody/nothing-of-this-name",
+            QkovError,
+            "nobody/nothing-of-this-name cannot be read as a model of transformers ",
+        ),
         (
             3,
             CallError,
@@ -123,7 +127,7 @@ def test_files_and_folders_that_hold_no_model_are_refused(tmp_path):
     with pytest.raises(CallError, match=r"a\.txt is a file; expected a folder that transformers saved, a \.gguf file"):
         load_model(tmp_path / "a.txt")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(QkovError, match="transformers cannot load"):
+    with pytest.raises(QkovError, match="cannot be read as a model of transformers"):
         load_model(tmp_path)
     (tmp_path / "weights.safetensors").write_bytes(b"no")
     with pytest.raises(QkovError, match=r"weights\.safetensors"):

@@ -151,13 +151,13 @@ def test_files_that_are_not_as_said_are_refused(tmp_path):
         ('{"a": {"post_tokens": ["x"]}}', "no field 'annotators'"),
         (json.dumps({"a": post("a", ("good",) * 3, [], ["x"])}), "label 'good'; expected one of hatespeech"),
         (json.dumps({"a": post("a", ("normal",) * 3, [[2]], ["x"])}), r"post a of .* rationale \[2\]"),
-        ('{"a": ', "is not JSON"),
+        ('{"a": ', "cannot be read as JSON"),
     ):
         path.write_text(content)
         with pytest.raises(QkovError, match=match):
             load_task("hatexplain", tmp_path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(QkovError, match="not UTF-8 text"):
+    with pytest.raises(QkovError, match="cannot be read as UTF-8 text"):
         load_task("hatexplain", tmp_path)
 
 

@@ -103,5 +103,5 @@ def test_records_that_are_not_as_said_are_named(written, record, match):
 
 def test_a_line_that_is_cut_short_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n{"text": ')
-    with pytest.raises(QkovError, match=r"line 3 of .*a.jsonl is not JSON"):
+    with pytest.raises(QkovError, match=r"line 3 of .*a.jsonl cannot be read as JSON"):
         load_task("lines", tmp_path / "a.jsonl")

@@ -98,7 +98,7 @@ def test_rows_that_datasets_reads_give_the_same(folder, tmp_path, monkeypatch):
 
 def test_files_that_are_not_as_said_are_refused(folder):
     (folder / "dev-v2.0.json").write_text('{"data": [{"paragraphs": [{"qas": [{}]}]}]}')
-    with pytest.raises(QkovError, match="not in the format of SQuAD"):
+    with pytest.raises(QkovError, match="cannot be read as SQuAD"):
         load_task("squad", folder, split="dev")
     with pytest.raises(CallError, match=r"no file test with ending in .json; it has these: dev-v2.0.json, train"):
         load_task("squad", folder, split="test")

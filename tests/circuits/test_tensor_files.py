@@ -61,10 +61,7 @@ def test_only_requested_tensors_are_read(tmp_path, monkeypatch):
             read.append(super().readinto(buffer))
             return read[-1]
 
-    def unbuffered(path, mode, buffering):
-        return Counting(path, mode)
-
-    monkeypatch.setattr("pathlib.Path.open", unbuffered)
+    monkeypatch.setattr("qkov.circuits.storage.places.FileIO", Counting)
     assert file.read(["c", "a"])["a"].sum() == 1000
     assert sum(read) == 4 * 1010
 
@@ -260,7 +257,7 @@ def test_a_path_that_nobody_may_read(tmp_path, monkeypatch):
     def refuse(*call, **options):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(QkovError, match=r"a.safetensors cannot be read \(Permission denied\)"):
         open_weights(tmp_path / "a.safetensors")
 

@@ -213,7 +213,7 @@ def test_an_adapter_names_its_base_model(tmp_path):
     with pytest.raises(QkovError, match="merge it into EleutherAI/pythia-160m with peft's"):
         open_weights(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(QkovError, match=r"adapter_config.json is damaged"):
+    with pytest.raises(QkovError, match=r"adapter_config.json cannot be read as the JSON of an adapter"):
         open_weights(tmp_path)
 
 
@@ -278,21 +278,21 @@ def test_a_config_beside_a_torch_file_counts_before_the_one_in_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", "{", "config.json is damaged: expected JSON"),
-        ("config.json", b"\xff\xfe\x00", "config.json is damaged: expected JSON"),
+        ("config.json", "{", "config.json cannot be read as JSON"),
+        ("config.json", b"\xff\xfe\x00", "config.json cannot be read as JSON"),
         ("config.json", "[1]", "config.json is damaged: expected a table, found a list"),
-        ("model_config.yaml", "a: [", "model_config.yaml is damaged: expected the YAML"),
+        ("model_config.yaml", "a: [", "model_config.yaml cannot be read as the YAML"),
         ("model_config.yaml", "just words", "model_config.yaml is damaged: expected a table, found a str"),
-        ("trainer_state.json", "{", "trainer_state.json is damaged: expected JSON"),
+        ("trainer_state.json", "{", "trainer_state.json cannot be read as JSON"),
         (
             "trainer_state.json",
             '{"global_step": 5, "log_history": 1}',
-            "trainer_state.json is damaged: its log_history",
+            "trainer_state.json cannot be read as a trainer's state, whose log_history",
         ),
         (
             "trainer_state.json",
             '{"log_history": [{"step": 1, "loss": "x"}]}',
-            "trainer_state.json is damaged: its log_",
+            "trainer_state.json cannot be read as a trainer's state, whose log_",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_task_without_relevant_tokens_is_told(place, tmp_path, capsys, monkeyp
         (["gpt2", "agreement", "--cuts", "500"], "cuts should be different shares", 2),
         (
             ["gpt2", "agreement", "--removal", "mask", "--limit", "4", "--tokenizer", "no"],
-            "there is no tokenizer at no",
+            "no cannot be read as a tokenizer",
             1,
         ),
         (["gpt2", "agreement", "--removal", "shred"], "--removal should be one of delete, mask, attention", 2),

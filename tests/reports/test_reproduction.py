@@ -152,7 +152,7 @@ def test_a_reproduction_that_did_not_finish(tmp_path, capsys):
         open_reproduction(tmp_path)
     (tmp_path / "reproduction.json").write_text('{"format": "qkov reproduction 1"}')
     assert run(["report", str(tmp_path)]) == 2
-    assert "does not contain a finished reproduction" in capsys.readouterr().err
+    assert "cannot be read as a finished reproduction" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_its_own_is_left_alone(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ....circuits.errors import CallError, QkovError, reason
+from ....circuits.errors import CallError, reading
 from ....circuits.storage.atomic_write import write_atomically
 from .explanation import Explanation
 
@@ -52,13 +52,9 @@ def read_explanation(folder: Path) -> Explanation:
     """
     if not is_explanation(folder):
         raise CallError(f"{folder} holds no explanation; expected a folder that qkov explain wrote")
-    try:
-        description = json.loads((folder / _DESCRIPTION).read_text())
+    with reading(folder, "an explanation", "run qkov explain again"):
+        description = dict(json.loads((folder / _DESCRIPTION).read_text()))
         tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
-    except (OSError, ValueError) as error:
-        raise QkovError(
-            f"the explanation in {folder} cannot be read ({reason(error)}): run qkov explain again"
-        ) from error
     if description.pop("format", None) != FORMAT:
         raise CallError(f"{folder} was written by another version of qkov; run qkov explain again")
     return Explanation(description=description, **tables)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ....circuits.checkpoints.runs import find_checkpoints
-from ....circuits.errors import CallError, QkovError, reason
+from ....circuits.errors import CallError, QkovError, reading
 from ....circuits.live.hooked_models import has_weight_interface
 from ...dynamics.model import SingleLayerAttention
 from ..maps.search import source_of, unwrapped_model
@@ -117,7 +117,7 @@ def _from_transformers(
     is_gguf = address.endswith(".gguf")
     folder = str(Path(address).parent) if is_gguf else address
     options = {"gguf_file": Path(address).name} if is_gguf else {}
-    try:
+    with reading(address, "a model of transformers", "give the folder or the name of one"):
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         if config.is_encoder_decoder:
             demand_one_stack({"encoder", "decoder"}, address)
@@ -125,10 +125,6 @@ def _from_transformers(
         model, loading_info = getattr(transformers, _CLASSES[chosen]).from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        if isinstance(error, QkovError):
-            raise
-        raise QkovError(f"transformers cannot load {address}: {reason(error)}") from error
     missing = sorted(loading_info["missing_keys"])
     if missing:
         raise QkovError(

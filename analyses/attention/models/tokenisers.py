@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....circuits.errors import QkovError, reason
+from ....circuits.errors import reading
 
 #: Writes token ids as text.
 Written = Callable[[Sequence[int]], str]
@@ -24,12 +24,8 @@ def load_tokeniser(address: Path | str) -> Any:
     path = Path(address)
     is_gguf = path.suffix == ".gguf"
     options = {"gguf_file": path.name} if is_gguf else {}
-    try:
+    with reading(address, "a tokenizer of transformers", "give the address of the tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(str(path.parent) if is_gguf else str(address), **options)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise QkovError(
-            f"there is no tokenizer at {address} that transformers can load ({reason(error)}); give its address"
-        ) from error
 
 
 def written(tokeniser: Any | None) -> Written:

@@ -9,12 +9,13 @@ from ....circuits.errors import CallError
 from ....circuits.storage.places import Place
 from ..collecting import LeftOut, SourceItem, collected
 from ..example import Task, TextExample
-from ..records import data_place, field, files_in, read_records
+from ..records import data_place, field, files_in, of_data, read_records
 from .sentences import agreement_task
 
 _NOT_ONE_WORD = "whose two beginnings do not differ in exactly one word"
 
 
+@of_data("records with clean_prefix, patch_prefix, clean_answer and patch_answer")
 def agreement_pairs(data: Path | str, split: str | None = None, limit: int | None = None, seed: int = 0) -> Task:
     """Return examples from JSON records with clean_prefix, patch_prefix, clean_answer, patch_answer and case.
 

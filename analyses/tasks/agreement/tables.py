@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ....circuits.errors import CallError, QkovError, reason
+from ....circuits.errors import CallError, QkovError, reading
 from ....circuits.storage.places import Place
 from ..collecting import LeftOut, SourceItem, collected
 from ..example import Task
-from ..records import data_place, files_in
+from ..records import data_place, files_in, of_data
 from .sentences import Forms, agreement_example, agreement_task
 from .verb_forms import plural_of, singular_of
 
@@ -19,6 +19,7 @@ _COLUMNS = ("orig_sentence", "subj", "verb", "verb_pos", "subj_index", "verb_ind
 _SINGULAR, _PLURAL, _INFINITIVE = "VBZ", "VBP", "VB"
 
 
+@of_data("a table of sentences with their subjects and verbs")
 def agreement_table(
     data: Path | str,
     split: str | None = None,
@@ -113,9 +114,7 @@ def _rows(path: Path, file: Place) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _opened(path: Path, file: Place) -> Iterator[Iterator[str]]:
-    try:
+    with reading(file, "a table in UTF-8"):
         opened = gzip.open if file.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="") as lines:
             yield lines
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise QkovError(f"{file} cannot be read ({reason(error)})") from error
