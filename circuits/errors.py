@@ -36,13 +36,13 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(
+def named_input(
     name: object, expected: str, remedy: str = "copy it again", refusal: type[QkovError] = QkovError
 ) -> Iterator[None]:
     """Turn whatever a library raises while it reads an input into one line that names the input.
 
     Every call of a library that parses an input of the user's is made within this context, since no library says all
-    that it may raise. Errors of qkov itself, which name the input already, pass unchanged.
+    that it may raise. Errors of qkov itself pass, with the name of the input in front if they do not hold it.
 
     Args:
         name: The input, such as a path or an address.
@@ -51,11 +51,13 @@ def reading(
         refusal: The error to raise: `CallError` for an input that belongs to the call, such as a mapping.
 
     Raises:
-        QkovError: A library raised an error.
+        QkovError: A library raised an error, or qkov itself did.
     """
     try:
         yield
-    except QkovError:
-        raise
+    except QkovError as error:
+        if visible(str(name)) in str(error):
+            raise
+        raise type(error)(f"{name}: {error}") from error
     except Exception as error:
         raise refusal(f"{name} cannot be read as {expected} ({reason(error)}); {remedy}") from error

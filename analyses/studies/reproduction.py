@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...circuits.errors import CallError, reading
+from ...circuits.errors import CallError, named_input
 from ...circuits.storage.atomic_write import write_atomically
 from ..dynamics.setting import Parameterization, Setting, Start
 from ..trajectories.store import RunStore
@@ -82,7 +82,7 @@ def open_reproduction(folder: Path) -> Reproduction:
     Raises:
         CallError: the folder does not contain a finished reproduction of this version.
     """
-    with reading(folder, "a finished reproduction", "run qkov reproduce again", CallError):
+    with named_input(folder, "a finished reproduction", "run qkov reproduce again", CallError):
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
         if description["format"] != FORMAT or not description["finished"]:
             raise CallError(f"the reproduction in {folder} did not finish; run qkov reproduce --out {folder}")

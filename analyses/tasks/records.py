@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
-from ...circuits.errors import CallError, QkovError, reading, reason
+from ...circuits.errors import CallError, QkovError, named_input, reason
 from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace, Place
 from .example import Task
@@ -37,7 +37,7 @@ def of_data(
     ) -> Callable[Concatenate[Path | str, Parameters], Task]:
         @wraps(source)
         def read(data: Path | str, *arguments: Parameters.args, **options: Parameters.kwargs) -> Task:
-            with reading(data, expected, "compare its records with that format"):
+            with named_input(data, expected, "compare its records with that format"):
                 return source(data, *arguments, **options)
 
         return read
@@ -88,7 +88,7 @@ def read_text(place: Place) -> str:
     Raises:
         QkovError: the file cannot be read, or is not UTF-8.
     """
-    with reading(place, "UTF-8 text", "convert it to UTF-8"):
+    with named_input(place, "UTF-8 text", "convert it to UTF-8"):
         return place.read_bytes().decode("utf-8-sig")
 
 
@@ -98,7 +98,7 @@ def read_json(place: Place) -> Any:
     Raises:
         QkovError: the file cannot be read, or is not JSON.
     """
-    with reading(place, "JSON", "check whether the file is truncated"):
+    with named_input(place, "JSON", "check whether the file is truncated"):
         return json.loads(read_text(place))
 
 
@@ -146,7 +146,7 @@ def hub_rows(data: Path | str, split: str | None) -> Iterator[dict[str, Any]]:
             if not Path(data).exists()
             else f"datasets cannot load {data} ({reason(error)}); check its files and the split"
         ) from error
-    with reading(data, "a data set", "check its files"):
+    with named_input(data, "a data set", "check its files"):
         yield from loaded if split is not None else chain.from_iterable(loaded.values())
 
 
@@ -169,5 +169,5 @@ def field(record: dict[str, Any], name: str, where: object) -> Any:
 
 
 def _parsed(place: Place, number: int, line: str) -> Any:
-    with reading(f"line {number} of {place}", "JSON", "check whether the file is truncated"):
+    with named_input(f"line {number} of {place}", "JSON", "check whether the file is truncated"):
         return json.loads(line)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...circuits.errors import CallError, reading
+from ...circuits.errors import CallError, named_input
 from ...circuits.storage.places import Place
 from .collecting import LeftOut, SourceItem, collected
 from .example import Task, TextExample
@@ -66,7 +66,7 @@ def squad(
 
 
 def _questions(file: Place) -> Iterator[dict[str, Any]]:
-    with reading(file, "SQuAD", "expected data[].paragraphs[].{context, qas[]}"):
+    with named_input(file, "SQuAD", "expected data[].paragraphs[].{context, qas[]}"):
         for article in read_json(file)["data"]:
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.dataset import dataset
 
-from ...circuits.errors import CallError, reading
+from ...circuits.errors import CallError, named_input
 from ...circuits.storage.atomic_write import remove_stale, write_atomically
 
 FORMAT = "qkov run store 2"
@@ -141,7 +142,7 @@ class RunStore:
         """
         if not self.description_path.is_file():
             raise CallError(f"{self.folder} is not a run store: it has no run.json")
-        with reading(
+        with named_input(
             self.description_path, "the description of a run store", "track again into another folder", CallError
         ):
             description = json.loads(self.description_path.read_bytes())
@@ -255,7 +256,8 @@ class RunStore:
         steps = self.steps()
         if not steps:
             raise CallError(f"{self.folder} holds no measured checkpoint yet")
-        return _sorted(self._read([self.path(step) for step in steps]))
+        with named_input(self.folder, "a run store", "delete what is damaged and track again"):
+            return _sorted(self._read([self.path(step) for step in steps]))
 
     def composition_steps(self) -> list[int]:
         """Return the steps whose composition scores the store holds, in order."""
@@ -274,11 +276,11 @@ class RunStore:
         return self._read([path])
 
     def _open(self, path: Path) -> pa.Table:
-        with reading(path, "rows of a run store", "delete it"):
+        with named_input(path, "rows of a run store", "delete it"):
             return pq.read_table(path)
 
     def _read(self, paths: list[Path]) -> pd.DataFrame:
-        with reading(paths[0].parent, "the Parquet files of a run store", "delete what is damaged and track again"):
+        with named_input(paths[0].parent, "the Parquet files of a run store", "delete what is damaged and track again"):
             return dataset([str(path) for path in paths], format="parquet").to_table().to_pandas()
 
 
@@ -313,4 +315,5 @@ def _name(step: int) -> str:
 
 
 def _steps(folder: Path) -> list[int]:
-    return sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob("step-*.parquet"))
+    names = (re.fullmatch(r"step-([0-9]{1,18})", path.stem) for path in folder.glob("step-*.parquet") if path.is_file())
+    return sorted({int(name[1]) for name in names if name})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import CallError, QkovError, reading
+from ..errors import CallError, QkovError, named_input
 from .layouts import axes, joins_heads
 from .named_layouts import LAYOUTS, SCORES_IN, TARGETS
 from .schema import FACTS, MAPPING, OPTIONAL, check_mapping
@@ -135,9 +135,9 @@ def read_mapping(path: Path | str) -> Mapping:
     origin = f"the mapping {path}"
     if not Path(path).is_file():
         raise CallError(f"{origin} {'is not a regular file' if Path(path).exists() else 'does not exist'}")
-    with reading(origin, "TOML", "correct it", CallError):
+    with named_input(origin, "TOML", "correct it", CallError):
         table = tomllib.loads(Path(path).read_bytes().decode())
-    with reading(origin, "a mapping", "correct it", CallError):
+    with named_input(origin, "a mapping", "correct it", CallError):
         check_mapping(table, origin)
         return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)
 

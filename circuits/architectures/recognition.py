@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..checkpoints.tensor_file import TensorFile
-from ..errors import CallError, QkovError, reading
+from ..errors import CallError, QkovError, named_input
 from .config_lookups import Config, cases, filled, look_up
 from .families import Architecture, architecture_of, architectures, skipped, skipped_layers, unsupported
 from .fitting import fitting_families
@@ -78,7 +78,7 @@ def recognise(
     unknown = architecture.needs_config if config is None and family is None else ()
     origin = file.address if config is None else f"{file.config_origin} of {file.address}"
     try:
-        with reading(origin, architecture.title, "put the model's own config beside the weights"):
+        with named_input(origin, architecture.title, "put the model's own config beside the weights"):
             mapped = list(_mappings(architecture, file, config, unknown, heads, prefix))
     except CallError as error:
         if config is None:

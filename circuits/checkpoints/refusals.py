@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from fnmatch import fnmatch
 
-from ..errors import reading
+from ..errors import named_input
 from ..storage.places import Place
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(safetensors|bin)")
@@ -77,7 +77,7 @@ def _adapter(folder: Place, names: list[str]) -> str | None:
     if "adapter_config.json" in names:
         place = folder.child("adapter_config.json")
         content = place.read_bytes()
-        with reading(place, "the JSON of an adapter"):
+        with named_input(place, "the JSON of an adapter"):
             base = json.loads(content).get("base_model_name_or_path") or base
     return (
         f"a PEFT adapter, which is not a model by itself; merge it into {base} with peft's "

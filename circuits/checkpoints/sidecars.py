@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from ..errors import QkovError, reading
+from ..errors import QkovError, named_input
 from ..storage.places import Place
 from .tensor_file import Plain
 
@@ -18,10 +18,10 @@ def read_config(place: Place) -> dict[str, Any]:
     if place.suffix == ".yaml":
         import yaml  # most checkpoints have no YAML file beside them
 
-        with reading(place, "the YAML of a model's config"):
+        with named_input(place, "the YAML of a model's config"):
             table = yaml.safe_load(content)
     else:
-        with reading(place, "JSON"):
+        with named_input(place, "JSON"):
             table = json.loads(content)
     if not isinstance(table, dict):
         raise QkovError(f"{place} is damaged: expected a table, found a {type(table).__name__}; copy it again")
@@ -42,7 +42,7 @@ def training_values(state: dict[str, Any], place: Place) -> dict[str, Plain]:
         QkovError: The state is damaged.
     """
     values: dict[str, Plain] = {}
-    with reading(place, "a trainer's state, whose log_history is a list of logged steps"):
+    with named_input(place, "a trainer's state, whose log_history is a list of logged steps"):
         step = global_step(state)
         for entry in state.get("log_history", []):
             if step is None or entry["step"] <= step:

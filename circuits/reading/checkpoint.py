@@ -11,7 +11,7 @@ from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters, demand_unscaled
 from ..checkpoints.wrapped_names import unwrapped
-from ..errors import CallError, QkovError, reading
+from ..errors import CallError, QkovError, named_input
 from ..storage.places import Place
 from ..weights.attention_weights import AttentionWeights
 from ..weights.source import AttentionSource, StackTensors
@@ -103,11 +103,9 @@ class OpenCheckpoint(AttentionSource):
         yield from read_ahead(readings) if self.file.waits else (reading() for reading in readings)
 
     def _layer(self, mapping: Mapping, layer: int, names: Names) -> AttentionWeights:
-        facts = mapping.origin if self.config_origin is None else f"{self.config_origin} and {mapping.origin}"
+        origins = mapping.origin if self.config_origin is None else f"{self.config_origin} and {mapping.origin}"
         try:
-            with reading(
-                f"layer {layer} of {self.file.address}", f"{facts} describe it", "correct what is wrong there"
-            ):
+            with named_input(self.file.address, f"{origins} describe layer {layer}", "correct what is wrong there"):
                 return read_layer(self.file, mapping, layer, names)
         except CallError as error:
             raise QkovError(f"{self.file.address}: {error}") from error
@@ -150,11 +148,12 @@ def open_tensors(file: TensorFile, options: ReadingOptions) -> OpenCheckpoint:
         CallError: The options do not go together.
         QkovError: The names are not recognised and there is no mapping.
     """
-    demand_no_adapters(file.shapes, file.address)
     stated = options.stated()
-    if stated is not None:
-        return OpenCheckpoint(file, stated)
-    if is_own(file):
-        return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
-    file = unwrapped(file)
-    return OpenCheckpoint(file, options.recognise(file))
+    with named_input(file.address, "a checkpoint", "name its tensors in a mapping file (--map FILE.toml)"):
+        demand_no_adapters(file.shapes, file.address)
+        if stated is not None:
+            return OpenCheckpoint(file, stated)
+        if is_own(file):
+            return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
+        file = unwrapped(file)
+        return OpenCheckpoint(file, options.recognise(file))

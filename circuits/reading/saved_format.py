@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures.mapping import Mapping
 from ..architectures.named_layouts import LAYOUTS
 from ..checkpoints.tensor_file import TensorFile
-from ..errors import reading
+from ..errors import named_input
 from ..storage.atomic_write import write_atomically
 from ..weights.attention_weights import NAMES, AttentionWeights
 
@@ -67,7 +67,7 @@ def own_scalars(file: TensorFile) -> dict[str, float]:
     Raises:
         QkovError: The metadata is damaged.
     """
-    with reading(f"the metadata of {file.address}", f"the scalars of a {FORMAT!r}"):
+    with named_input(f"the metadata of {file.address}", f"the scalars of a {FORMAT!r}"):
         scalars = json.loads(file.metadata[_KEY])["scalars"]
         return {name: float(value) for name, value in scalars.items()}
 
@@ -78,5 +78,5 @@ def own_settings(file: TensorFile) -> dict[str, Any]:
     Raises:
         QkovError: The metadata is damaged.
     """
-    with reading(f"the metadata of {file.address}", f"the settings of a {FORMAT!r}"):
+    with named_input(f"the metadata of {file.address}", f"the settings of a {FORMAT!r}"):
         return dict(json.loads(file.metadata[_KEY])["settings"])

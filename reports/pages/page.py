@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ...circuits.storage.atomic_write import write_atomically
+from ...circuits.visible_text import visible_lines
 
 
 def share(value: float) -> str:
@@ -63,7 +64,29 @@ def write_page(path: Path, template: str, **content: Any) -> Path:
     Raises:
         CallError: The path cannot be written to.
     """
-    page = _environment().get_template(template).render(**content)
+    return write_html(path, rendered(template, **content))
+
+
+def rendered(template: str, **content: Any) -> str:
+    """Render a template to HTML.
+
+    Args:
+        template: The file name of the template.
+        content: The variables of the template.
+    """
+    return _environment().get_template(template).render(**content)
+
+
+def write_html(path: Path, page: str) -> Path:
+    """Write a page to an HTML file and return its path. The file is written completely or not at all.
+
+    Args:
+        path: The path of the HTML file.
+        page: The HTML.
+
+    Raises:
+        CallError: The path cannot be written to.
+    """
     write_atomically(path, page.encode())
     return path
 
@@ -122,6 +145,11 @@ def mark_changes(rows: Sequence[Mapping[Any, Any]], column: str) -> list[dict[An
     ]
 
 
+def _printable(value: Any) -> Any:
+    """Return a text from an input so that it cannot turn the page around; what is HTML already stays as it is."""
+    return visible_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -129,6 +157,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_printable,
     )
     environment.filters |= {"number": number, "percent": percent, "subscripts": subscripts, "cosine": cosine}
     return environment

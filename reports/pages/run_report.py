@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 
 from ...analyses.trajectories.store import RunStore
-from ...circuits.errors import CallError
+from ...circuits.errors import CallError, named_input
 from ...circuits.weights.layer_keys import layer_name
 from ..drawing.panels import Panel, Series, draw, swatch
-from .page import number, write_page
+from .page import number, rendered, write_html
 from .run_facts import composition_table, heads_in, run_facts
 from .run_sections import CIRCUITS, SECTIONS, Quantity
 
@@ -44,6 +44,12 @@ def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, co
     if not runs:
         raise CallError("a report needs at least one run store")
     stores = [run if isinstance(run, RunStore) else RunStore(run) for run in runs]
+    with named_input(", ".join(str(store.folder) for store in stores), "a run store", "track again"):
+        page = _page(stores, command)
+    return write_html(Path(path), page)
+
+
+def _page(stores: list[RunStore], command: str | None) -> str:
     labels = _labels(stores)
     descriptions = {label: store.description() for label, store in zip(labels, stores, strict=True)}
     tables = {label: store.table() for label, store in zip(labels, stores, strict=True)}
@@ -61,8 +67,7 @@ def write_run_report(runs: Sequence[RunStore | Path | str], path: Path | str, co
         ]
         if panels:
             sections.append({"title": title, "caption": caption, "panels": panels})
-    return write_page(
-        Path(path),
+    return rendered(
         "run.html.j2",
         live=all(described.get("live", False) for described in descriptions.values()),
         title=_title(len(stores), over),

@@ -120,7 +120,7 @@ def _emptied(folder: Path) -> Path:
 
 @contextmanager
 def _prepared() -> Iterator[Path]:
-    """Read undamaged inputs in this process, with one thread, so that no forked one has to import or set up anything."""
+    """Read undamaged inputs in this process, with one thread, so that no forked one has to set up anything."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="qkov-fuzz-") as name:
         folder = Path(name).resolve() / "sandbox"

@@ -103,5 +103,3 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     return str(value).lower() if isinstance(value, (bool, float)) else json.dumps(value, ensure_ascii=False)
-
-

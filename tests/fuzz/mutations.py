@@ -119,4 +119,6 @@ def _has(holder: Any, key: Any) -> bool:
 def _other_number(value: Any, order: random.Random) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return junk(order)
-    return order.choice((value + 1, value - 1, -value, value * 2, value * 10**6, value * 10**12, value / 3, value + 0.5))
+    return order.choice(
+        (value + 1, value - 1, -value, value * 2, value * 10**6, value * 10**12, value / 3, value + 0.5)
+    )

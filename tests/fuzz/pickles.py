@@ -82,13 +82,17 @@ def torch_input(order: random.Random) -> Input:
             content = _with_pickle(_saved(saved), lambda pickled: mutated_bytes(pickled, order), order)
         case 4:
             held = {**saved, "extra": _Wants(order)} if isinstance(saved, dict) else [saved, _Wants(order)]
-            content = _with_pickle(_saved({}), lambda _: _pickled(held if order.random() < 0.5 else _Wants(order)), order)
+            content = _with_pickle(
+                _saved({}), lambda _: _pickled(held if order.random() < 0.5 else _Wants(order)), order
+            )
         case 5:
             held = (_Wants(order), {"a": _Wants(order)}, [_Wants(order)], _shared(order), junk(order))
             content = _pickled(order.choice(held))
         case _:
             content = _saved(saved, zipped=order.random() < 0.7)
-    name = order.choice(("model.pt", "pytorch_model.bin", "ckpt_7.pt", "lit_model.pth", "a.ckpt", "consolidated.00.pth"))
+    name = order.choice(
+        ("model.pt", "pytorch_model.bin", "ckpt_7.pt", "lit_model.pth", "a.ckpt", "consolidated.00.pth")
+    )
     files = {name: content}
     if order.random() < 0.3:
         files["config.json"] = as_json(config_of(family, order), order)

@@ -40,7 +40,16 @@ _LIBRARIES = tuple(
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink", "os.chmod")
 _OUTSIDE = ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto", "urllib.Request", "webbrowser.open")
-_PROCESSES = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn")
+_PROCESSES = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.forkpty",
+    "pty.spawn",
+)
 #: The classes that pickles of tensors name; nothing else may be looked up.
 _PLAIN_CLASSES = ("torch", "collections", "_codecs", "numpy")
 
@@ -105,7 +114,9 @@ def _judged(outcome: Outcome, item: Input) -> Outcome:
     if outcome.cpu > CPU_SECONDS:
         return Outcome("over time", f"{outcome.cpu:.2f} s of CPU time", outcome.cpu, outcome.growth)
     if outcome.growth > max(4 * item.size, GROWTH):
-        return Outcome("over memory", f"{outcome.growth / 1e6:.0f} MB for {item.size} bytes", outcome.cpu, outcome.growth)
+        return Outcome(
+            "over memory", f"{outcome.growth / 1e6:.0f} MB for {item.size} bytes", outcome.cpu, outcome.growth
+        )
     return outcome
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ....circuits.errors import CallError, reading
+from ....circuits.errors import CallError, named_input
 from ....circuits.storage.atomic_write import write_atomically
 from .explanation import Explanation
 
@@ -52,7 +52,7 @@ def read_explanation(folder: Path) -> Explanation:
     """
     if not is_explanation(folder):
         raise CallError(f"{folder} holds no explanation; expected a folder that qkov explain wrote")
-    with reading(folder, "an explanation", "run qkov explain again"):
+    with named_input(folder, "an explanation", "run qkov explain again"):
         description = dict(json.loads((folder / _DESCRIPTION).read_text()))
         tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in _TABLES}
     if description.pop("format", None) != FORMAT:

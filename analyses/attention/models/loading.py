@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ....circuits.checkpoints.runs import find_checkpoints
-from ....circuits.errors import CallError, QkovError, reading
+from ....circuits.errors import CallError, QkovError, named_input
 from ....circuits.live.hooked_models import has_weight_interface
 from ...dynamics.model import SingleLayerAttention
 from ..maps.search import source_of, unwrapped_model
@@ -117,7 +117,7 @@ def _from_transformers(
     is_gguf = address.endswith(".gguf")
     folder = str(Path(address).parent) if is_gguf else address
     options = {"gguf_file": Path(address).name} if is_gguf else {}
-    with reading(address, "a model of transformers", "give the folder or the name of one"):
+    with named_input(address, "a model of transformers", "give the folder or the name of one"):
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         if config.is_encoder_decoder:
             demand_one_stack({"encoder", "decoder"}, address)

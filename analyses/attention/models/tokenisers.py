@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....circuits.errors import reading
+from ....circuits.errors import named_input
 
 #: Writes token ids as text.
 Written = Callable[[Sequence[int]], str]
@@ -24,7 +24,7 @@ def load_tokeniser(address: Path | str) -> Any:
     path = Path(address)
     is_gguf = path.suffix == ".gguf"
     options = {"gguf_file": path.name} if is_gguf else {}
-    with reading(address, "a tokenizer of transformers", "give the address of the tokenizer"):
+    with named_input(address, "a tokenizer of transformers", "give the address of the tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(str(path.parent) if is_gguf else str(address), **options)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ....circuits.errors import CallError, QkovError, reading
+from ....circuits.errors import CallError, QkovError, named_input
 from ....circuits.storage.places import Place
 from ..collecting import LeftOut, SourceItem, collected
 from ..example import Task
@@ -114,7 +114,7 @@ def _rows(path: Path, file: Place) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def _opened(path: Path, file: Place) -> Iterator[Iterator[str]]:
-    with reading(file, "a table in UTF-8"):
+    with named_input(file, "a table in UTF-8"):
         opened = gzip.open if file.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="") as lines:
             yield lines
