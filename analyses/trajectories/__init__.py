@@ -9,6 +9,7 @@
 The names in groups:
 
     Measuring runs          track, Tracked, TaskDirections (a direction for each circuit to compare with)
+    Checking runs           audit, Integrity, Finding
     Reading what is stored  RunStore
     One model               circuit_table
 """
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING
 from ...circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
+    from .auditing import audit
+    from .integrity import Finding, Integrity
     from .snapshot import circuit_table
     from .store import RunStore
     from .tracking import Tracked, track
     from .view import TaskDirections
 
-__all__ = ["RunStore", "TaskDirections", "Tracked", "circuit_table", "track"]
+__all__ = ["Finding", "Integrity", "RunStore", "TaskDirections", "Tracked", "audit", "circuit_table", "track"]
 
 __getattr__, __dir__ = lazy_face(__name__)

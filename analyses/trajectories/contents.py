@@ -20,6 +20,7 @@ def content_columns(contents: Iterable[LayerContent], step: int, source: str) ->
         "step": [step] * len(layers),
         "stack": [each.stack for each in layers],
         "layer": [each.layer for each in layers],
+        "shapes": [each.shapes for each in layers],
         "digest": [each.digest for each in layers],
         "sketch": [each.sketch.tolist() for each in layers],
     }

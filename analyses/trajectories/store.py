@@ -70,6 +70,7 @@ CONTENTS = pa.schema(
         ("step", pa.int64()),
         ("stack", pa.string()),
         ("layer", pa.int32()),
+        ("shapes", pa.string()),
         ("digest", pa.string()),
         ("sketch", pa.list_(pa.float64())),
     ]

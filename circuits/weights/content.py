@@ -28,6 +28,7 @@ class LayerContent:
     Attributes:
         stack: The stack of the layer.
         layer: The number of the layer.
+        shapes: The shapes of the weights in words, such as "W_Q 12 x 768 x 64, W_K 12 x 768 x 64".
         digest: A hash of the values of the weights and biases. It depends on neither the file format, the names of the
             tensors nor their floating type: two layers have the same digest if and only if all their values are equal
             to the bit, up to a collision of the hash.
@@ -37,8 +38,9 @@ class LayerContent:
 
     stack: str
     layer: int
+    shapes: str
     digest: str
-    sketch: Float64[Tensor, "251"]
+    sketch: Float64[Tensor, " group"]
 
 
 def layer_content(weights: AttentionWeights) -> LayerContent:
@@ -49,12 +51,16 @@ def layer_content(weights: AttentionWeights) -> LayerContent:
     """
     # Ten times as fast as a cryptographic hash, which would take a third of the time of measuring.
     digest = xxhash.xxh3_128()
+    shapes = []
     sketch, sketched = torch.zeros(SKETCH_SIZE, dtype=torch.float64), 0
     for position, name in enumerate((*NAMES, *BIASES)):
         tensor = getattr(weights, name)
         if tensor is None:
             continue
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        shape = f"{name} {' x '.join(map(str, tensor.shape))}"
+        digest.update(shape.encode())
+        if name in NAMES:
+            shapes.append(shape)
         flips = _flips(position)
         for matrix in at_home(tensor):
             values = _widened(matrix)
@@ -64,7 +70,7 @@ def layer_content(weights: AttentionWeights) -> LayerContent:
                 # Each matrix goes on where the last one ended, so that small ones do not share their groups.
                 sketch += _sketched(values.flatten(), flips).roll(sketched % SKETCH_SIZE)
                 sketched += values.numel()
-    return LayerContent(weights.stack, weights.layer, digest.hexdigest(), sketch)
+    return LayerContent(weights.stack, weights.layer, ", ".join(shapes), digest.hexdigest(), sketch)
 
 
 class ContentRecorder(AttentionSource):
@@ -114,7 +120,7 @@ def _widened(matrix: Tensor) -> Tensor:
     return short.contiguous()
 
 
-def _sketched(values: Tensor, flips: Iterator[float]) -> Float64[Tensor, "251"]:
+def _sketched(values: Tensor, flips: Iterator[float]) -> Float64[Tensor, " group"]:
     """Return the sum of the entries with random signs, in `SKETCH_SIZE` groups of every 251st entry."""
     sketch = torch.zeros(SKETCH_SIZE, dtype=torch.float64)
     signs = _signs()

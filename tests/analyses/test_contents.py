@@ -57,7 +57,7 @@ def test_a_store_without_contents_opens_and_its_content_is_unknown(tmp_path):
     store = track(run, tmp_path / "store").store
     shutil.rmtree(store.contents_folder)
     assert store.contents().empty
-    assert list(store.contents().columns) == ["source", "step", "stack", "layer", "digest", "sketch"]
+    assert list(store.contents().columns) == ["source", "step", "stack", "layer", "shapes", "digest", "sketch"]
     assert len(store.table()) == 2 * 2 * 2 * 2
     write_run(run, {20: 9})
     assert track(run, tmp_path / "store").measured == [20]
@@ -68,7 +68,7 @@ def test_contents_of_other_files_than_the_rows_are_unknown(tmp_path):
     run = write_run(tmp_path / "run", {0: 7, 10: 8})
     store = track(run, tmp_path / "store").store
     store.write_contents(
-        10, "another key", {name: [] for name in ("source", "step", "stack", "layer", "digest", "sketch")}
+        10, "another key", {name: [] for name in ("source", "step", "stack", "layer", "shapes", "digest", "sketch")}
     )
     assert set(store.contents()["step"]) == {0}
 
