@@ -90,6 +90,19 @@ def look_up(config: Config, key: str, absent: Any = None) -> Any:
     return value
 
 
+def stated_by(lookup: dict[str, Any], config: Config) -> Any:
+    """Return what a config itself states under a look-up, without its default; None if it states nothing.
+
+    Args:
+        lookup: The look-up.
+        config: The config.
+
+    Raises:
+        CallError: The config has a value that cannot be used.
+    """
+    return _fill({key: value for key, value in lookup.items() if key != "default"}, config)
+
+
 def _chosen_layers(layers: dict[str, Any], config: Config | None, numbers: frozenset[int]) -> frozenset[int]:
     kinds = _fill({"config": layers["config"]}, config) if "config" in layers else None
     if isinstance(kinds, list):

@@ -9,7 +9,8 @@ from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError, QkovError
 from ..weights.attention_weights import AttentionWeights
 from .families import architectures
-from .layouts import arrange_layer, axes, count_heads
+from .head_counts import count_heads
+from .layouts import arrange_layer, axes
 from .mapping import Mapping, Names
 from .named_layouts import TARGETS
 from .stacks import mapping_under, names_and_layouts, prefixes_of
@@ -48,14 +49,14 @@ def fitting_families(file: TensorFile, prefix: str | None) -> dict[str, tuple[in
 def _shapes_fit(mapping: Mapping, file: TensorFile, stack: dict[str, Any]) -> bool:
     """Return whether the tensors of a layer form circuits of one width for some number of heads."""
     names = next(iter(mapping.layers(file.shapes).values()))
-    shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items()}
+    shapes = mapping.shapes(names, file.shapes)
     sizes = {size for role, shape in shapes.items() for size in shape if role in TARGETS}
     beside = {
         layout: file.shapes[match.group()]
         for template, layout in stack.get("beside", {}).items()
         for match in named(mapping.full_name(template), file.shapes)
     }
-    numbers = (None,) if mapping.heads is None else sorted(set().union(*map(_divisors, sizes)))
+    numbers = (None,) if mapping.heads.query is None else sorted(set().union(*map(_divisors, sizes)))
     return any(_fits(mapping, names, shapes, heads, beside) for heads in numbers)
 
 
@@ -84,7 +85,9 @@ def _fits(
     widths |= {shape[-1] for role, shape in shapes.items() if role in ("b_O", "norm_gain")}
     widths |= {shape[axes(layout).index("d_model")] for layout, shape in beside.items()}
     # If neither a bias nor a gain shows the width, heads that seem wider than the model are transposed.
-    shows_width = mapping.heads is not None or any(role.startswith("b_") or role == "norm_gain" for role in shapes)
+    shows_width = mapping.heads.query is not None or any(
+        role.startswith("b_") or role == "norm_gain" for role in shapes
+    )
     is_upright = shows_width or W_Q is None or W_Q.shape[2] <= W_Q.shape[1]
     biases = {name: bias.shape for name, bias in arranged.items() if name in ("b_Q", "b_K", "b_V")}
     biases_fit = all(shape == arranged[f"W_{name[2]}"].shape[::2] for name, shape in biases.items())

@@ -33,7 +33,7 @@ def axes(layout: str) -> list[str]:
 
 def joins_heads(layout: str) -> bool:
     """Return whether one dimension of the layout holds the heads and another axis, so that it hides their number."""
-    return any("head" in group and len(group) > 1 for group in _groups(layout))
+    return any("head" in group and len(group) > 1 for group in groups(layout))
 
 
 def width_of_model(shape: tuple[int, ...], layout: str) -> int | None:
@@ -43,50 +43,8 @@ def width_of_model(shape: tuple[int, ...], layout: str) -> int | None:
         shape: Shape of the stored weight.
         layout: Its axes in einops' notation.
     """
-    sizes = dict(zip(map(tuple, _groups(layout)), shape, strict=False))
+    sizes = dict(zip(map(tuple, groups(layout)), shape, strict=False))
     return sizes.get(("d_model",))
-
-
-def count_heads(
-    shapes: Dictionary[str, tuple[int, ...]], layouts: Dictionary[str, str], heads: int | None
-) -> HeadCounts | None:
-    """Return the numbers of heads that the shapes of a layer's weights show.
-
-    Args:
-        shapes: Shape of each tensor by role.
-        layouts: Axes of each weight by role, in einops' notation.
-        heads: Number of query heads, if it is stated.
-
-    Returns:
-        The numbers; None if the weights are collapsed, or fit no number of heads. `arrange` then names the weight that
-        does not fit.
-    """
-    widths = {role: _joined_width(shapes[role], layouts[role]) for role in shapes if role in TARGETS}
-    query, key_value, d_head = heads, None, None
-    for role in ("O", "Q"):
-        if role not in widths:
-            continue
-        own_heads, own_width, joined = widths[role]
-        query = query or own_heads or (1 if "head" not in axes(layouts[role]) else None)
-        if query is None:
-            continue
-        d_head = own_width or (joined // query if joined and joined % query == 0 else None)
-        if d_head:
-            break
-    if query is None and "QKV" in widths:
-        query, d_head = widths["QKV"][0], widths["QKV"][1]
-    for role in ("K", "V"):
-        if role in widths and key_value is None:
-            own_heads, own_width, joined = widths[role]
-            d_head = d_head or own_width
-            key_value = own_heads or (joined // d_head if joined and d_head else 1)
-    if "QKV" in widths and query:
-        joined = widths["QKV"][2]
-        d_head = d_head or (joined // (3 * query) if joined else None)
-        key_value = (joined // d_head - query) // 2 if joined and d_head else query
-    if query is None or d_head is None:
-        return None
-    return HeadCounts(query, key_value or query, d_head)
 
 
 def arrange(
@@ -106,6 +64,8 @@ def arrange(
         QkovError: The tensor is not of floating type, is empty, or does not fit its layout.
     """
     demand_floating(tensor, name)
+    if "head" not in axes(layout) and tensor.ndim == 1 + len(groups(layout)) and tensor.shape[0] == 1:
+        tensor = tensor[0]
     if role == "QKV":
         return _split(tensor, layout, counts, name, origin)
     heads = None if counts is None else counts.key_value if role in ("K", "V") else counts.query
@@ -132,7 +92,7 @@ def arrange_bias(
         demand_floating(tensor, name)
         return {"O": tensor}
     # A bias is a weight that reads one constant input.
-    dimension = next(index for index, group in enumerate(_groups(layout)) if group == ["d_model"])
+    dimension = next(index for index, group in enumerate(groups(layout)) if group == ["d_model"])
     arranged = arrange(role, tensor.unsqueeze(dimension), layout, counts, name, origin)
     return {part: weight.squeeze(1) for part, weight in arranged.items()}
 
@@ -202,7 +162,7 @@ def _split(tensor: Tensor, layout: str, counts: HeadCounts | None, name: str, or
         target = "head qkv d_model d_head"
         grouped = _rearrange(tensor, layout, target, counts.key_value, name, origin, "QKV", qkv=slots)
         return {"Q": grouped[:, :-2].flatten(0, 1), "K": grouped[:, -2], "V": grouped[:, -1]}
-    along = next(index for index, group in enumerate(_groups(layout)) if "qkv" in group)
+    along = next(index for index, group in enumerate(groups(layout)) if "qkv" in group)
     sizes = [heads * counts.d_head for heads in (counts.query, counts.key_value, counts.key_value)]
     if along >= tensor.ndim or sum(sizes) != tensor.shape[along]:
         raise _misfit(tensor, layout, counts.query, name, origin, "QKV")
@@ -231,21 +191,19 @@ def _rearrange(
 
 def _misfit(tensor: Tensor, layout: str, heads: int | None, name: str, origin: str, role: str) -> QkovError:
     with_heads = "" if heads is None else f" with {heads} heads"
+    hint = ""
+    if role in ("QK", "OV") and tensor.ndim == 2:
+        of_one = TARGETS[role].removeprefix("head ")
+        hint = (
+            f"; for the matrix of one head, state heads = 1 and [layout] {role} = '{of_one}'; W_V of several heads is "
+            f"V, and needs the output projection O"
+        )
     return QkovError(
         f"{name} has shape {tuple(tensor.shape)}, which does not fit the layout '{layout}'{with_heads} "
-        f"that {origin} gives for {role}"
+        f"that {origin} gives for {role}{hint}"
     )
 
 
-def _joined_width(shape: tuple[int, ...], layout: str) -> tuple[int | None, int | None, int | None]:
-    """Return heads and d_head if they have dimensions of their own, and the size of the dimension that joins them."""
-    groups = _groups(layout)
-    if len(groups) != len(shape):
-        return None, None, None
-    sizes = dict(zip(map(tuple, groups), shape, strict=True))
-    joined = next((size for group, size in sizes.items() if len(group) > 1 and "d_head" in group), None)
-    return sizes.get(("head",)), sizes.get(("d_head",)), joined
-
-
-def _groups(layout: str) -> list[list[str]]:
+def groups(layout: str) -> list[list[str]]:
+    """Return the axes of each dimension of a layout, in order."""
     return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", layout)]

@@ -3,12 +3,14 @@
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping as Dictionary
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CallError, QkovError, named_input
-from .layouts import axes, joins_heads
+from .head_counts import StatedHeads
+from .layouts import axes, groups, joins_heads
 from .named_layouts import LAYOUTS, SCORES_IN, TARGETS
 from .schema import FACTS, MAPPING, OPTIONAL, check_mapping
 from .stated_facts import UNKNOWN, StatedFacts
@@ -30,23 +32,25 @@ class Mapping:
             group, and {head} for the head's number if heads have tensors of their own.
         layouts: The axes of each weight in einops' notation, such as "(head d_head) d_model" for a torch.nn.Linear. The
             layout of a bias follows from that of its weight.
-        heads: Number of query heads, which is required if a layout joins the heads with another axis. The number of
-            key-value heads follows from the shapes.
+        heads: What is stated about the number and the width of the heads, which is required if a layout joins the heads
+            with another axis. The number of key-value heads follows from the shapes.
         prefix: Prefix of every name. The keys of nested dictionaries are joined with dots.
         facts: What the tensors do not show.
         scalars: Numbers to carry along, such as {"loss": "val_loss"}.
+        number_of_layers: Number of layers that the model uses, if it is known; layers beyond it are left out.
         stack: Name of the stack, if the model has several.
         origin: Where the mapping comes from, for messages.
     """
 
     tensors: dict[str, str]
     layouts: dict[str, str]
-    heads: int | None = None
+    heads: StatedHeads = field(default_factory=StatedHeads)
     prefix: str = ""
     facts: StatedFacts = field(default_factory=StatedFacts)
     scalars: dict[str, str] = field(default_factory=dict)
     stack: str = ""
     origin: str = "the mapping"
+    number_of_layers: int | None = None
 
     def layers(self, names: Iterable[str]) -> dict[int, Names]:
         """Return the names of every layer's tensors, by the number of the layer.
@@ -69,7 +73,13 @@ class Mapping:
                 f"{self.origin} names no tensor of the file: it names {wanted}; "
                 f"{self._other_prefix(names)}{seen(names)}"
             )
-        for layer, roles in sorted(layers.items()):
+        used = {layer: roles for layer, roles in layers.items() if layer < (self.number_of_layers or layer + 1)}
+        if not used:
+            raise QkovError(
+                f"{self.origin} has {self.number_of_layers} layers, and the first one in the file is {min(layers)}; "
+                f"put the weights' own config beside them"
+            )
+        for layer, roles in sorted(used.items()):
             roles |= {role: name for role, name in shared.items() if role not in roles}
             missing = [
                 self.full_name(name, layer)
@@ -78,7 +88,36 @@ class Mapping:
             ]
             if missing:
                 raise QkovError(f"layer {layer} lacks {', '.join(missing)}, which {self.origin} names; {seen(names)}")
-        return dict(sorted(layers.items()))
+        return dict(sorted(used.items()))
+
+    def shapes(self, names: Names, shapes: Dictionary[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of a layer by role; those of heads with tensors of their own are stacked.
+
+        Args:
+            names: Names of the layer's tensors by role.
+            shapes: Shape of each tensor in the file.
+        """
+        return {
+            role: (len(of_role), *shapes[of_role[0]]) if "{head}" in self.tensors[role] else shapes[of_role[0]]
+            for role, of_role in names.items()
+        }
+
+    def with_width_of(self, layer: int, names: Names, shapes: Dictionary[str, tuple[int, ...]]) -> "Mapping":
+        """Return the mapping with the width of the heads of one layer, if it holds for all layers and is not stated.
+
+        Args:
+            layer: Number of the layer.
+            names: Names of the layer's tensors by role.
+            shapes: Shape of each tensor in the file.
+        """
+        heads = self.heads
+        if heads.query is None or heads.d_head is not None or not heads.one_width:
+            return self
+        joins = {role for role, layout in self.layouts.items() if joins_heads(layout)}
+        counts = heads.of_layer(layer).count(self.shapes(names, shapes), self.layouts)
+        if counts is None or joins.isdisjoint(("Q", "K", "QKV", "V", "O")):
+            return self
+        return replace(self, heads=replace(heads, d_head=counts.d_head, origin="the width in the first layer"))
 
     def full_name(self, template: str, layer: int | None = None) -> str:
         """Return a tensor's name in the file.
@@ -104,9 +143,18 @@ class Mapping:
             for layer, heads in of_layer.items():
                 target = shared if layer is None else layers.setdefault(layer, {})
                 target[role] = tuple(name for _, name in sorted(heads))
+                self._demand_every_head(role, [number for number, _ in sorted(heads)], target[role])
         if shared and not layers:
             layers[0] = {}
         return layers, shared
+
+    def _demand_every_head(self, role: str, numbers: list[int], names: tuple[str, ...]) -> None:
+        if "{head}" in self.tensors[role] and numbers != list(range(len(numbers))):
+            gap = next(number for number in range(max(numbers) + 1) if number not in numbers)
+            raise QkovError(
+                f"the heads of {names[0]} are numbered {', '.join(map(str, numbers))}, so head {gap} is missing; "
+                f"{self.origin} expects a tensor for every head"
+            )
 
     def _other_prefix(self, names: set[str]) -> str:
         """Return in words the prefix under which the file has the names; an empty string if there is none."""
@@ -143,7 +191,10 @@ def read_mapping(path: Path | str) -> Mapping:
 
 
 def parse_mapping(
-    table: dict[str, Any], origin: str, cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = ()
+    table: dict[str, Any],
+    origin: str,
+    cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = (),
+    heads: StatedHeads | None = None,
 ) -> Mapping:
     """Return the mapping that a table describes.
 
@@ -151,6 +202,7 @@ def parse_mapping(
         table: The keys and values of a mapping file.
         origin: Where the table comes from, for messages.
         cases: Numbers of layers, with the facts in which they differ from the rest.
+        heads: What is stated about the heads; None if the table states it.
 
     Raises:
         CallError: A key is unknown, a value has the wrong type, or a layout lacks an axis; the message names it.
@@ -160,12 +212,11 @@ def parse_mapping(
         raise CallError(f"{origin} has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
     tensors = _strings(table.get("tensors", {}), f"[tensors] of {origin}")
     _demand_circuits(tensors, origin)
-    for name, kind in (("heads", int), ("prefix", str), ("stack", str)):
-        if name in table and type(table[name]) is not kind:
-            raise CallError(f"{name} of {origin} should be of type {kind.__name__}, got {table[name]!r}")
-    heads = table.get("heads")
-    if heads is not None and heads < 1:
-        raise CallError(f"heads of {origin} should be at least 1, got {heads}")
+    for name in ("prefix", "stack"):
+        if name in table and type(table[name]) is not str:
+            raise CallError(f"{name} of {origin} should be of type str, got {table[name]!r}")
+    if heads is None:
+        heads = _stated_heads(table, origin)
     return Mapping(
         tensors=tensors,
         layouts=_layouts(table.get("layout"), tensors, heads, origin),
@@ -203,26 +254,49 @@ def _demand_circuits(tensors: dict[str, str], origin: str) -> None:
     if not parts & {"QK", "OV"} and not {"Q", "K"} <= parts and not {"V", "O"} <= parts:
         raise CallError(
             f"[tensors] of {origin} has {', '.join(weights)}, which do not form a circuit; W_QK needs Q and K (or QK), "
-            f"W_OV needs V and O (or OV)"
+            f"W_OV needs V and O (or OV; for one head without an output projection, W_V is OV)"
         )
     for role in tensors:
         if role.startswith("b_") and role[2:] not in weights and not (role == "b_QKV" and {*SCORES_IN} <= parts):
             raise CallError(f"[tensors] of {origin} has {role} without {role[2:]}, whose bias it is")
 
 
-def _layouts(layout: Any, tensors: dict[str, str], heads: int | None, origin: str) -> dict[str, str]:
+def _stated_heads(table: dict[str, Any], origin: str) -> StatedHeads:
+    """Return what a table states about heads; a list has one number for each layer."""
+    stated: dict[str, Any] = {name: table.get(name) for name in ("heads", "d_head", "d_value")}
+    for name, value in stated.items():
+        if value is None:
+            continue
+        by_layer = isinstance(value, list) and name != "d_value"
+        numbers: list[Any] = value if by_layer else [value]
+        if not numbers or any(type(number) is not int for number in numbers):
+            kind = "int" if name == "d_value" else "int, or a list of them with one for each layer"
+            raise CallError(f"{name} of {origin} should be of type {kind}, got {value!r}")
+        if min(numbers) < 1:
+            raise CallError(f"{name} of {origin} should be at least 1, got {min(numbers)}")
+        if by_layer:
+            stated[name] = dict(enumerate(value))
+    return StatedHeads(
+        query=stated["heads"],
+        d_head=stated["d_head"],
+        d_value=stated["d_value"],
+        origin=f"d_head of {origin}",
+        one_width=not isinstance(stated["heads"], dict),
+    )
+
+
+def _layouts(layout: Any, tensors: dict[str, str], heads: StatedHeads, origin: str) -> dict[str, str]:
     known = f"one of {', '.join(LAYOUTS)}, or a table with the axes of each tensor, such as Q = '(head d_head) d_model'"
     if isinstance(layout, str):
         if layout not in LAYOUTS:
             raise CallError(f"layout of {origin} is {layout!r}; expected {known}")
         layouts = LAYOUTS[layout]
+        if heads.query == 1 and layout != "conv1d":
+            # The circuit of one head is a matrix.
+            layouts = layouts | {role: TARGETS[role].removeprefix("head ") for role in ("QK", "OV")}
     else:
         layouts = _strings(layout if layout is not None else {}, f"[layout] of {origin}")
     weights = [role for role in tensors if role in TARGETS]
-    # A tensor with the heads in a dimension of their own shows how many there are.
-    is_number_known = heads is not None or any(
-        "head" in axes(layouts.get(role, "")) and not joins_heads(layouts[role]) for role in weights
-    )
     for role in weights:
         if role not in layouts:
             raise CallError(f"{origin} gives no layout for {role}; layout should be {known}")
@@ -231,11 +305,23 @@ def _layouts(layout: Any, tensors: dict[str, str], heads: int | None, origin: st
             raise CallError(
                 f"the layout of {role} in {origin} is {layouts[role]!r}; expected the axes {', '.join(expected)}"
             )
-        if not is_number_known and joins_heads(layouts[role]):
+    chosen = {role: _of_heads_apart(layouts[role]) if "{head}" in tensors[role] else layouts[role] for role in weights}
+    # A tensor with the heads in a dimension of their own shows how many there are.
+    is_number_known = any((heads.query, heads.d_head)) or any(
+        "head" in axes(of_role) and not joins_heads(of_role) for of_role in chosen.values()
+    )
+    for role, of_role in chosen.items():
+        if not is_number_known and joins_heads(of_role):
             raise CallError(f"{origin} gives no number of heads, and the layout of {role} joins them: add heads = ...")
-        if "head" not in stated and heads not in (None, 1):
-            raise CallError(f"the layout of {role} in {origin} has no axis head, and heads is {heads}")
-    return {role: layouts[role] for role in weights}
+        if "head" not in axes(of_role) and heads.query not in (None, 1):
+            raise CallError(f"the layout of {role} in {origin} has no axis head, and heads is {heads.query}")
+    return chosen
+
+
+def _of_heads_apart(layout: str) -> str:
+    """Return the layout of the stacked tensors of heads that have tensors of their own, from that of a whole weight."""
+    of_one = [" ".join(axis for axis in group if axis != "head") for group in groups(layout)]
+    return " ".join(["head", *(f"({axes_})" if " " in axes_ else axes_ for axes_ in of_one if axes_)])
 
 
 def _strings(table: Any, where: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Mapping as Dictionary
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,15 +11,13 @@ from ..errors import CallError, QkovError, named_input
 from .config_lookups import Config, cases, filled, look_up
 from .families import Architecture, architecture_of, architectures, skipped, skipped_layers, unsupported
 from .fitting import fitting_families
-from .layouts import count_heads, width_of_model
+from .head_counts import StatedHeads
+from .layouts import width_of_model
 from .mapping import Mapping, Names, seen
-from .named_layouts import TARGETS
+from .stack_heads import demand_config_of_same_model, heads_of_stack, stated_width
 from .stacks import mapping_under, needs_heads, prefixes_of, weight_names
 from .stated_facts import UNKNOWN
 from .tensor_names import named
-
-#: Config keys for the width of the residual stream.
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 
 
 @dataclass(frozen=True)
@@ -181,35 +179,42 @@ def _mappings(
             )
         if not prefixes:
             continue
-        stated_heads = heads or table.pop("heads", UNKNOWN)
-        if stated_heads is not UNKNOWN:
-            table["heads"] = stated_heads
-        elif needs_heads(table):
+        if heads is not None:
+            table["heads"] = heads
+        layers = mapping_under(prefixes[0], table, title=architecture.title).layers(names)
+        stated = _stated_heads(stack, table, config, heads, mapping_under(prefixes[0], table), layers, file)
+        if stated.query is None and stated.d_head is None and needs_heads(table):
             raise QkovError(
                 f"{file.address} is {architecture.title}, and nothing states its number of heads: give --heads, "
                 f"or put the model's config.json beside the weights"
             )
-        layers = mapping_under(prefixes[0], table, title=architecture.title).layers(names)
         of_layers = cases(stack, config, names, frozenset(layers))
-        mapping = mapping_under(prefixes[0], table, of_layers, architecture.title)
-        _demand_config_of_same_model(mapping, next(iter(layers.values())), config or {}, file)
-        yield mapping, missing_layers(file, mapping, set(layers), table.get("number_of_layers"))
+        mapping = mapping_under(prefixes[0], table, of_layers, architecture.title, stated)
+        number = table.get("number_of_layers")
+        left_out = missing_layers(file, mapping, set(layers), number)
+        if type(number) is int and number > 0:
+            left_out |= layers_beyond(file, mapping, set(layers), number)
+            mapping = replace(mapping, number_of_layers=number)
+        demand_config_of_same_model(mapping, mapping.layers(names), config or {}, file)
+        yield mapping, left_out
 
 
-def _demand_config_of_same_model(mapping: Mapping, names: Names, config: Config, file: TensorFile) -> None:
-    """Refuse a config that contradicts the shapes of a layer, since its number of heads would be wrong too."""
-    shapes = {role: file.shapes[of_role[0]] for role, of_role in names.items() if role in TARGETS}
-    counts = count_heads(shapes, mapping.layouts, mapping.heads)
-    sizes = {"num_key_value_heads": None if counts is None else counts.key_value}
-    role = next((role for role in ("Q", "QKV") if role in shapes), None)
-    if role is not None:
-        sizes |= dict.fromkeys(_WIDTHS, width_of_model(shapes[role], mapping.layouts[role]))
-    for key, size in sizes.items():
-        if size is not None and isinstance(config.get(key), int) and config[key] != size:
-            raise QkovError(
-                f"{file.config_origin} of {file.address} says {key} = {config[key]}, but the shapes of the weights say "
-                f"{size}, so they belong to different models; put the weights' own config beside them"
-            )
+def _stated_heads(
+    stack: dict[str, Any],
+    table: dict[str, Any],
+    config: Config | None,
+    requested: int | None,
+    mapping: Mapping,
+    layers: dict[int, Names],
+    file: TensorFile,
+) -> StatedHeads:
+    """Return what the caller or the config states about the heads of a stack."""
+    if requested is not None:
+        return StatedHeads(requested, stated_width(stack, config), origin="the width that the config states")
+    of_first = mapping.shapes(next(iter(layers.values())), file.shapes)
+    role = next((role for role in ("Q", "QKV") if role in of_first), None)
+    d_model = None if role is None else width_of_model(of_first[role], mapping.layouts[role])
+    return heads_of_stack(table, stack, config, layers, d_model)
 
 
 def _part_of(config: Config | None, stack: dict[str, Any]) -> Config | None:
@@ -246,6 +251,26 @@ def missing_layers(file: TensorFile, mapping: Mapping, layers: set[int], number:
         f"was found"
     )
     return {f"{mapping.stack} layer{several} {where}".lstrip(): reason}
+
+
+def layers_beyond(file: TensorFile, mapping: Mapping, layers: set[int], number: int) -> dict[str, str]:
+    """Return which layers of a file the model does not use, in words, with the evidence; nothing if there are none.
+
+    Args:
+        file: The file that holds the stack.
+        mapping: The mapping of the stack.
+        layers: Numbers of the layers that the file holds.
+        number: Number of layers according to the config.
+    """
+    beyond = sorted(layer for layer in layers if layer >= number)
+    if not beyond:
+        return {}
+    where = f"s {beyond[0]} to {beyond[-1]}" if len(beyond) > 1 else f" {beyond[0]}"
+    reason = (
+        f"{file.config_origin} says that there are {number} layers, so the model does not use "
+        f"{'them' if len(beyond) > 1 else 'it'}; if it does, correct the number in the config"
+    )
+    return {f"{mapping.stack} layer{where}".lstrip(): reason}
 
 
 def _gaps(there: set[int], number: int) -> list[tuple[int, int]]:

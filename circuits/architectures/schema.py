@@ -166,6 +166,7 @@ _MAPPED: Table = {
     "tensors": Key(("table",), TENSORS),
     "layout": Key(("string", "table"), LAYOUT),
     "heads": Key(("integer", "look-up")),
+    "d_head": Key(("integer", "look-up")),
     "number_of_layers": Key(("integer", "look-up")),
 }
 STACK: Table = {
@@ -176,7 +177,7 @@ STACK: Table = {
     "cases": Key(("list of tables",), CONDITIONS | _MAPPED | FACT_KEYS),
 }
 #: What a stack's table says that is not part of its mapping.
-OF_RECOGNITION = ("cases", "config_in", "beside", "not_under", "number_of_layers")
+OF_RECOGNITION = ("cases", "config_in", "beside", "not_under", "number_of_layers", "heads", "d_head")
 FAMILY: Table = {
     "title": _STRING,
     "model_types": _STRINGS,
@@ -196,7 +197,9 @@ UNSUPPORTED: Table = {
 MAPPING: Table = {
     "tensors": Key(("table",), TENSORS),
     "layout": Key(("string", "table"), LAYOUT),
-    "heads": Key(("integer",)),
+    "heads": Key(("integer", "list of integers")),
+    "d_head": Key(("integer", "list of integers")),
+    "d_value": Key(("integer",)),
     "prefix": _STRING,
     "stack": _STRING,
     "scalars": Key(("table",)),

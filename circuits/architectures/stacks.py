@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .head_counts import StatedHeads
 from .layouts import axes, joins_heads
 from .mapping import Mapping, parse_mapping
 from .named_layouts import LAYOUTS, TARGETS
@@ -49,6 +50,8 @@ def needs_heads(table: dict[str, Any]) -> bool:
     stated = table["layout"]
     layouts = [(LAYOUTS[stated] if isinstance(stated, str) else stated)[role] for role in weight_names(table)]
     joined = [layout for layout in layouts if joins_heads(layout)]
+    if any("{head}" in name for name in weight_names(table).values()):
+        return False
     return bool(joined) and not any("head" in axes(layout) for layout in layouts if layout not in joined)
 
 
@@ -57,6 +60,7 @@ def mapping_under(
     table: dict[str, Any],
     cases: tuple[tuple[frozenset[int], dict[str, Any]], ...] = (),
     title: str = "the family",
+    heads: StatedHeads | None = None,
 ) -> Mapping:
     """Return the mapping of a family's stack under a prefix.
 
@@ -65,11 +69,13 @@ def mapping_under(
         table: The table of the stack, without look-ups.
         cases: Numbers of layers, with the facts in which they differ from the rest.
         title: Title of the family, for messages.
+        heads: What is stated about the heads; None if only names and shapes matter.
 
     Raises:
         CallError: A value that comes from the config cannot be used.
     """
     plain = {name: value for name, value in table.items() if name not in OF_RECOGNITION}
-    # Where only names and shapes matter, one head stands in for the unknown number.
-    heads = {"heads": 1} if "heads" not in plain and needs_heads(plain) else {}
-    return parse_mapping({**plain, **heads, "prefix": prefix}, title, cases)
+    if heads is None and needs_heads(plain):
+        # Where only names and shapes matter, one head stands in for the unknown number.
+        heads = StatedHeads(1)
+    return parse_mapping({**plain, "prefix": prefix}, title, cases, heads)

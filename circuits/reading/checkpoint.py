@@ -46,12 +46,13 @@ class OpenCheckpoint(AttentionSource):
         self.tensor_count = len(file.shapes)
         self.config_origin = file.config_origin
         self.recognised = recognised.how
-        self.stacks = recognised.stacks
+        self.stacks = tuple(
+            mapping.with_width_of(*next(iter(mapping.layers(file.shapes).items())), file.shapes)
+            for mapping in recognised.stacks
+        )
         self.skipped = recognised.skipped | ({} if file.partial is None else {"other files": file.partial})
         self._names = [
-            (mapping, layer, names)
-            for mapping in recognised.stacks
-            for layer, names in mapping.layers(file.shapes).items()
+            (mapping, layer, names) for mapping in self.stacks for layer, names in mapping.layers(file.shapes).items()
         ]
         wanted = [name for *_, names in self._names for of_role in names.values() for name in of_role]
         demand_unscaled(wanted, file.shapes, file.address)

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures.layouts import arrange_layer, count_heads
+from ..architectures.head_counts import demand_counts
+from ..architectures.layouts import arrange_layer, groups
 from ..architectures.mapping import Mapping, Names
 from ..checkpoints.tensor_file import TensorFile
+from ..errors import CallError
 from ..weights.attention_weights import AttentionWeights
 from ..weights.norms import Basis, Norm, is_centred
 from ..weights.rotary import Rotary
@@ -27,13 +29,10 @@ def read_layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> 
         CallError: Tensors do not agree with each other.
         QkovError: A tensor cannot be read, or does not fit its layout.
     """
-    tensors = _read(file, names)
+    tensors = _read(file, mapping, names)
     shapes = {role: tuple(tensor.shape) for role, tensor in tensors.items()}
-    counts = count_heads(shapes, mapping.layouts, mapping.heads)
-    # A number of heads that does not divide the width has to be in the message.
-    is_misfit = mapping.heads is not None and counts is None
-    origin = f"{mapping.origin} with {mapping.heads} heads" if is_misfit else mapping.origin
-    weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, origin)
+    counts = demand_counts(shapes, mapping.layouts, names, mapping.heads.of_layer(layer))
+    weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, mapping.origin)
     d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
     norms: dict[str, Any] = {
         f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)
@@ -66,10 +65,26 @@ def _is_centred(W: Tensor) -> bool:
     return is_centred(W[:1], dim=-2) and is_centred(W, dim=-2)
 
 
-def _read(file: TensorFile, names: Names) -> dict[str, Tensor]:
+def _read(file: TensorFile, mapping: Mapping, names: Names) -> dict[str, Tensor]:
     """Return the tensors of a layer by role; heads that have tensors of their own are stacked."""
     read = file.read([name for of_role in names.values() for name in of_role])
     return {
-        role: read[of_role[0]] if len(of_role) == 1 else torch.stack([read[name] for name in of_role])
+        role: _stacked([read[name] for name in of_role], of_role, mapping.layouts.get(role))
+        if "{head}" in mapping.tensors[role]
+        else read[of_role[0]]
         for role, of_role in names.items()
     }
+
+
+def _stacked(heads: list[Tensor], names: tuple[str, ...], layout: str | None) -> Tensor:
+    """Return the tensors of all heads as one, with the axis head in front."""
+    first = tuple(heads[0].shape)
+    for head, name in zip(heads, names, strict=True):
+        if tuple(head.shape) != first:
+            raise CallError(
+                f"{names[0]} has shape {first} and {name} has shape {tuple(head.shape)}; expected heads of one shape"
+            )
+    if layout is not None and len(groups(layout)) != 1 + len(first):
+        of_one = layout.removeprefix("head ")
+        raise CallError(f"{names[0]} has shape {first}, which does not fit the layout '{of_one}' of one head")
+    return torch.stack(heads)

@@ -64,12 +64,15 @@ class ReadingOptions:
             stated = {
                 "tensors": mapping.tensors,
                 "layouts": mapping.layouts,
-                "heads": mapping.heads,
+                "heads": mapping.heads.query,
                 "prefix": mapping.prefix,
                 "facts": mapping.facts.table,
                 "scalars": mapping.scalars,
                 "stack": mapping.stack,
             }
+            widths = {"d_head": mapping.heads.d_head, "d_value": mapping.heads.d_value}
+            # Stores of older versions have no widths among their settings.
+            stated |= {name: width for name, width in widths.items() if width is not None}
         return {"mapping": stated, "family": self.family, "heads": self.heads, "prefix": self.prefix}
 
 

@@ -133,7 +133,11 @@ def test_a_family_file_with_an_unknown_key_is_refused(old, new, message):
     ("old", "new", "message"),
     [
         ("heads = 2", "head = 2", "unknown key 'head'; known are tensors, layout, heads, "),
-        ("heads = 2", 'heads = { config = "n_head" }', "heads of .* should be of type integer, got"),
+        (
+            "heads = 2",
+            'heads = { config = "n_head" }',
+            "heads of .* should be of type integer or list of integers, got",
+        ),
         ("heads = 2", "heads = 2\nnumber_of_layers = 3", "unknown key 'number_of_layers'"),
         ('kind = "layer_norm"', 'knid = "layer_norm"', r"\[norm\] of .* unknown key 'knid'; known are kind, eps, "),
         ("base = ", "theta = ", r"\[rotary\] of .* unknown key 'theta'; known are pairing, .*base"),

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import QkovError
-from qkov.circuits.architectures.layouts import HeadCounts, arrange, arrange_bias, count_heads
+from qkov.circuits.architectures.head_counts import count_heads
+from qkov.circuits.architectures.layouts import HeadCounts, arrange, arrange_bias
 from qkov.circuits.architectures.mapping import parse_mapping
 from torch import nn
 
@@ -21,7 +22,8 @@ def table(**changes):
 
 
 def arranged(mapping, role, tensor):
-    counts = count_heads(dict.fromkeys(mapping.layouts, tuple(tensor.shape)), mapping.layouts, mapping.heads)
+    roles = [role] if "QKV" in mapping.layouts else mapping.layouts
+    counts = count_heads(dict.fromkeys(roles, tuple(tensor.shape)), mapping.layouts, mapping.heads.query)
     return arrange(role, tensor, mapping.layouts[role], counts, "w", mapping.origin)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from qkov.circuits import inspect_checkpoint, open_checkpoint, open_model
+from qkov.circuits import QkovError, inspect_checkpoint, open_checkpoint, open_model
 from qkov.circuits.architectures.families import Architecture, architecture_of, architectures
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -199,15 +199,32 @@ def test_a_cut_anywhere_is_told(layers: tuple[int, ...], named: str, held: int, 
     assert inspect_checkpoint(open_checkpoint(tmp_path))["skipped"] == {named: reason}
 
 
-def test_layers_beyond_the_number_are_no_fault_and_do_not_count(tmp_path: Path) -> None:
+def test_layers_beyond_the_number_are_named_and_left_out(tmp_path: Path) -> None:
     of_six_layers(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    assert open_checkpoint(tmp_path).skipped == {}
+    beyond = {
+        "layers 4 to 5": "config.json says that there are 4 layers, so the model does not use them; "
+        "if it does, correct the number in the config"
+    }
+    assert open_checkpoint(tmp_path).skipped == beyond
+    assert [weights.layer for weights in open_checkpoint(tmp_path).layers()] == [0, 1, 2, 3]
     cut(tmp_path, layer_names(tmp_path, "", 1))
-    assert open_checkpoint(tmp_path).skipped == {
+    assert open_checkpoint(tmp_path).skipped == beyond | {
         "layer 1": "config.json says that there are 4 layers, and the attention of 3 of them was found"
     }
+
+
+def test_a_layer_for_predicting_further_tokens_is_left_out(tmp_path: Path) -> None:
+    tensors = of_six_layers(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5, "num_nextn_predict_layers": 1}))
+    assert list(open_checkpoint(tmp_path).skipped) == ["layer 5"]
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if ".layers.5." in name}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(QkovError, match=r"LLaMA.* has 5 layers, and the first one in the file is 5"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("number", [None, "many", 2.5, True, -3, 0, [6]])
