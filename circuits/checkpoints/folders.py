@@ -9,7 +9,7 @@ from ..errors import QkovError
 from ..storage.places import Place
 from .refusals import foreign_weights, parts_without_index, unreadable_collection
 from .sharded_file import read_index
-from .tensor_file import SUFFIXES
+from .tensor_file import ARRAYS, SUFFIXES
 
 #: What a model's own weights are called; the first name that is found counts.
 _WEIGHTS = (
@@ -115,6 +115,8 @@ def contents_of(folder: Folder) -> Contents:
     if own is not None:
         return Contents(entries[own], [], None)
     loose = [] if refusal or parts else [entry for name, entry in entries.items() if _is_loose(name, entry)]
+    # Arrays are taken for weights where there are no other files of weights.
+    loose = [entry for entry in loose if entry.suffix not in ARRAYS] or loose
     if not loose:
         refusal = refusal or parts or foreign_weights(names)
     return Contents(None, loose, refusal and f"{folder.place} holds {refusal}")

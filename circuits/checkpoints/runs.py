@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -127,11 +127,10 @@ def find_run(run: Path | str, revisions: str | None = None) -> Run:
         return _in_order(candidates, str(run), {})
     place = place_of(run)
     if place.is_folder():
-        in_folder = _run_in(Folder(place))
-        return replace(in_folder, left_out=in_folder.left_out | place.refused_names)
+        return _run_in(Folder(place))
     if place.is_file():
         return Run([_lone_file(place, None if place.parent is None else Folder(place.parent))], {})
-    raise place.not_found("a folder of checkpoints, or one checkpoint")
+    raise CallError(f"{place} does not exist; expected a folder of checkpoints, or one checkpoint")
 
 
 def _run_in(folder: Folder) -> Run:

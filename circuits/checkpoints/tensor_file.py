@@ -8,8 +8,10 @@ from torch import Tensor
 
 from ..errors import QkovError
 
+#: The extensions of files of arrays, which hold other things as often as weights.
+ARRAYS = (".npy", ".npz", ".pkl", ".pickle")
 #: The extensions of files of weights.
-SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", *ARRAYS)
 
 #: What is appended to the name of a quantised weight to name its scales.
 _SCALES = ("_scale_inv", "_scale")
@@ -26,6 +28,10 @@ class TensorFile(ABC):
         shapes: The shape of every tensor by name; names of nested dictionaries are joined with dots.
         metadata: The metadata of a safetensors file.
         values: Plain values beside the tensors, such as `model_args.n_head`, with names joined by dots.
+        lists: Lists of plain values, such as `epochs`, with names joined by dots.
+        collections: The keys of each list, and of each dictionary keyed by numbers, whose members hold tensors. The
+            tensors of a member are named with its key, as in `checkpoints.0.weight`.
+        unread: What is in the file and is not read, with the reason.
         config: The model's dimensions and settings, or None.
         config_origin: Where the config was found: "config.json", "model_args in the file" and so on.
         partial: A sentence that says so if the file is only a part of a model, or None.
@@ -42,6 +48,9 @@ class TensorFile(ABC):
         self.shapes = {}
         self.metadata: dict[str, str] = {}
         self.values: dict[str, Plain] = {}
+        self.lists: dict[str, tuple[Plain, ...]] = {}
+        self.collections: dict[str, tuple[Any, ...]] = {}
+        self.unread: dict[str, str] = {}
         self.config: dict[str, Any] | None = None
         self.config_origin: str | None = None
         self.partial: str | None = None

@@ -1,0 +1,48 @@
+"""The config that a model carries with it."""
+
+import dataclasses
+from collections.abc import Iterable
+from collections.abc import Mapping as Dictionary
+from typing import Any
+
+from torch import nn
+
+from ...errors import QkovError
+
+_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
+
+
+def config_of(model: nn.Module, address: str) -> dict[str, Any] | None:
+    """Return the config of a model, or of the only model inside it that has one, as in a model wrapped for training.
+
+    Args:
+        model: The model.
+        address: The model in words, for messages.
+
+    Raises:
+        QkovError: Several models inside have a config of their own.
+    """
+    configs: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        config = None if _is_inside(name, configs) else plain_config(getattr(module, "config", None))
+        if config is not None:
+            configs[name] = config
+    if len(configs) > 1:
+        named = ", ".join(configs)
+        raise QkovError(f"{address} contains several models that have their own config, {named}; open one of them")
+    return next(iter(configs.values()), None)
+
+
+def plain_config(config: Any) -> dict[str, Any] | None:
+    """Return a config in a form that JSON could hold; None for an object that is not a config."""
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if not isinstance(config, Dictionary):
+        return None
+    return {str(key): value for key, value in config.items() if isinstance(value, _PLAIN)}
+
+
+def _is_inside(name: str, outer: Iterable[str]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in outer)
