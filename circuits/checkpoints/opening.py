@@ -5,6 +5,7 @@ from pathlib import Path
 from ..errors import CallError, QkovError
 from ..storage.address import place_of
 from ..storage.places import Place
+from .array_file import ArrayFile
 from .files import CheckpointFiles, files_at
 from .refusals import foreign_format, partial_weights
 from .safetensors_file import SafetensorsFile
@@ -49,4 +50,6 @@ def _open(place: Place, trust_pickle: bool) -> TensorFile:
         raise CallError(f"{place} ends in {place.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}")
     if place.size() == 0:
         raise QkovError(f"{place} is empty, so it was cut short; copy it again")
-    return SafetensorsFile(place) if place.suffix == ".safetensors" else TorchFile(place, trust_pickle)
+    if place.suffix == ".safetensors":
+        return SafetensorsFile(place)
+    return ArrayFile(place) if place.suffix in (".npy", ".npz") else TorchFile(place, trust_pickle)

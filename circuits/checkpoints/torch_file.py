@@ -95,10 +95,11 @@ def _config(loaded: Any, described_by: int, address: str) -> tuple[dict[str, Any
         config = as_plain(members.get(name), described_by)
         if isinstance(config, dict):
             return config, f"{name} in the file"
-    for name, value in members.items():
-        if isinstance(value, nn.Module) and (config := config_of(value, f"{name} of {address}")) is not None:
-            return config, f"the config of the pickled {type(value).__name__}"
-    return None, None
+    modules = [value for value in members.values() if isinstance(value, nn.Module)]
+    if len(modules) != 1:
+        return None, None
+    config = config_of(modules[0], address)
+    return config, None if config is None else f"the config of the pickled {type(modules[0]).__name__}"
 
 
 def _load(path: Path, address: str, trust_pickle: bool) -> Loaded:

@@ -1,14 +1,12 @@
 """Open a model in memory: its attention weights are read where they are, at any moment of training."""
 
-import dataclasses
-from collections.abc import Iterable
-from collections.abc import Mapping as Dictionary
 from typing import Any, Unpack
 
 from torch import nn
 
 from ..architectures.mapping import Mapping
 from ..architectures.recognition import Recognised, recognise
+from ..checkpoints.pickles.module_config import config_of, plain_config
 from ..checkpoints.tensor_file import demand_no_adapters
 from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint, open_tensors
@@ -16,8 +14,6 @@ from ..reading.options import ModelKeywords, ReadingOptions, reading_options
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .tensors import LiveWeights
 from .torch_modules import has_attention_modules, mappings_of
-
-_PLAIN = (bool, int, float, str, list, tuple, dict, type(None))
 
 
 def open_model(
@@ -62,7 +58,7 @@ def open_model(
 def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:
     """Return the transformers model inside a bridge, or why it cannot be read; neither if there is no such model."""
     inner: Any = getattr(model, "original_model", None)
-    config = _plain(getattr(inner, "config", None))
+    config = plain_config(getattr(inner, "config", None))
     if config is None or "model_type" not in config:
         return None, None
     # The bridge replaces each module and keeps the original one inside.
@@ -72,39 +68,3 @@ def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:
         return OpenCheckpoint(file, recognise(file)), None
     except QkovError as error:
         return None, str(error)
-
-
-def config_of(model: nn.Module, address: str) -> dict[str, Any] | None:
-    """Return the config of a model, or of the only model inside it that has one, as in a model wrapped for training.
-
-    Args:
-        model: The model.
-        address: The model in words, for messages.
-
-    Raises:
-        QkovError: Several models inside have a config of their own.
-    """
-    configs: dict[str, dict[str, Any]] = {}
-    for name, module in model.named_modules():
-        config = None if _is_inside(name, configs) else _plain(getattr(module, "config", None))
-        if config is not None:
-            configs[name] = config
-    if len(configs) > 1:
-        named = ", ".join(configs)
-        raise QkovError(f"{address} contains several models that have their own config, {named}; open one of them")
-    return next(iter(configs.values()), None)
-
-
-def _is_inside(name: str, outer: Iterable[str]) -> bool:
-    return any(not path or name.startswith(f"{path}.") for path in outer)
-
-
-def _plain(config: Any) -> dict[str, Any] | None:
-    """Return a config in a form that JSON could hold; None for an object that is not a config."""
-    if hasattr(config, "to_dict"):
-        config = config.to_dict()
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = dataclasses.asdict(config)
-    if not isinstance(config, Dictionary):
-        return None
-    return {str(key): value for key, value in config.items() if isinstance(value, _PLAIN)}

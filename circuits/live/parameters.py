@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures.recognition import Recognised, recognise
+from ..checkpoints.pickles.module_config import config_of
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
 from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError
@@ -15,7 +16,7 @@ from ..reading.checkpoint import OpenCheckpoint
 from ..reading.options import ReadingOptions
 from ..weights.attention_weights import NAMES
 from .hooked_models import has_weight_interface
-from .models import config_of, open_model
+from .models import open_model
 from .tensors import LiveWeights
 from .torch_modules import FoundModules, has_attention_modules, mappings_of
 

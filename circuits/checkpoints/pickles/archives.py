@@ -72,7 +72,8 @@ def records(mapped: MappedFile) -> dict[str, np.ndarray | zipfile.ZipInfo]:
     content = np.frombuffer(mapped, dtype=np.uint8)
     found: dict[str, np.ndarray | zipfile.ZipInfo] = {}
     try:
-        directory = zipfile.ZipFile(mapped).infolist()
+        opened: Any = mapped
+        directory = zipfile.ZipFile(opened).infolist()
     except Exception as error:  # zipfile raises errors of many kinds for directories that are damaged
         raise DamagedError(f"its directory is damaged: {error}") from error
     for record in directory:
@@ -157,8 +158,9 @@ def _load_pickles(stream: Stream, content: np.ndarray) -> Any:
 
 def _first_number(stream: Stream) -> Any:
     stream.seek(0)
+    opened: Any = stream  # a mapped file reads like an open one
     try:
-        for opcode, argument, _ in pickletools.genops(stream):
+        for opcode, argument, _ in pickletools.genops(opened):
             if opcode.name != "PROTO":
                 return argument
     except ValueError:

@@ -94,11 +94,13 @@ def _tuple(machine: Machine, elements: Iterable[Any] = ()) -> tuple[Any, ...]:
     return tuple(_elements(machine, elements))
 
 
-def _bytes(machine: Machine, text: Any = b"", encoding: str = "latin1") -> bytes:
+def _bytes(machine: Machine, text: str | bytes | bytearray | list[int] = b"", encoding: str = "latin1") -> bytes:
     machine.spend(len(text))
     if isinstance(text, str) and encoding in ("latin1", "latin-1", "ascii", "utf-8", "utf8"):
         return text.encode(encoding)
-    return bytes(text) if isinstance(text, (bytes, bytearray)) else bytes(list(text))
+    if not isinstance(text, (bytes, bytearray, list)):
+        raise TypeError
+    return bytes(text)
 
 
 def _complex(_machine: Machine, real: float, imaginary: float = 0.0) -> complex:

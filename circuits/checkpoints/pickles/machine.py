@@ -57,7 +57,8 @@ class InertUnpickler(Machine):
             DamagedError: The bytes are not a pickle, end too early, or ask for more work than their number allows.
         """
         try:
-            for opcode, argument, _ in pickletools.genops(self._stream):
+            stream: Any = self._stream  # a mapped file reads like an open one
+            for opcode, argument, _ in pickletools.genops(stream):
                 name = opcode.name
                 if name in _LITERALS:
                     self._stack.append(_bounded(argument))

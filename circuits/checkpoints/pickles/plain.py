@@ -25,8 +25,9 @@ def as_plain(value: Any, described_by: int) -> Any:
 
 def _converted(value: Any, budget: Budget) -> Any:
     budget.spend(1)
-    if value is None or (plain := plain_of(value)) is not None:
-        return None if value is None else plain
+    plain = plain_of(value)
+    if value is None or plain is not None:
+        return plain
     members = members_of(value)
     if members is None:
         return _NOTHING
