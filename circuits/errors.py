@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .public_addresses import without_secrets
 from .visible_text import visible
 
 #: How much of another library's message is repeated; some quote the input.
@@ -16,8 +17,11 @@ class QkovError(Exception):
     """
 
     def __init__(self, message: object = "") -> None:
-        """Store the message; characters of an input's name that would end or hide the line are shown as escapes."""
-        super().__init__(visible(str(message)))
+        """Store the message, without the secrets of the addresses in it.
+
+        Characters of an input's name that would end or hide the line are shown as escapes.
+        """
+        super().__init__(visible(without_secrets(str(message))))
 
 
 class CallError(QkovError, ValueError):

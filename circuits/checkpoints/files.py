@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import CallError
 from ..storage.places import Place
 from .folders import Folder, weights_of
 from .step_names import marked_step
@@ -55,9 +54,7 @@ def files_at(place: Place) -> CheckpointFiles:
         folder = Folder(place)
         return files_beside(weights_of(folder), folder)
     if not place.is_file():
-        raise CallError(
-            f"{place} is not a file and not a folder; expected a file that ends in {', '.join(SUFFIXES)}, or a folder"
-        )
+        raise place.not_found(f"a file that ends in {', '.join(SUFFIXES)}, or a folder")
     return files_beside(place, None if place.parent is None else Folder(place.parent))
 
 

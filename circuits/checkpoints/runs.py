@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -127,10 +127,11 @@ def find_run(run: Path | str, revisions: str | None = None) -> Run:
         return _in_order(candidates, str(run), {})
     place = place_of(run)
     if place.is_folder():
-        return _run_in(Folder(place))
+        in_folder = _run_in(Folder(place))
+        return replace(in_folder, left_out=in_folder.left_out | place.refused_names)
     if place.is_file():
         return Run([_lone_file(place, None if place.parent is None else Folder(place.parent))], {})
-    raise CallError(f"{place} does not exist; expected a folder of checkpoints, or one checkpoint")
+    raise place.not_found("a folder of checkpoints, or one checkpoint")
 
 
 def _run_in(folder: Folder) -> Run:

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePosixPath, PureWindowsPath
 
 from torch import Tensor
 
 from ..errors import QkovError
 from ..storage.places import LocalPlace, Place
+from ..storage.remote_names import refusal_of
 from .safetensors_file import SafetensorsFile
 from .tensor_file import TensorFile
 from .torch_file import TorchFile
@@ -116,9 +116,8 @@ def read_index(index: Place) -> dict[str, str]:
     if not isinstance(table, dict) or not all(isinstance(shard, str) for shard in table.values()) or not table:
         raise QkovError(f"{index.address} names no tensors: expected a weight_map from names to files; copy it again")
     for name, shard in table.items():
-        # An index may come from anyone, so its paths are checked as any operating system would read them.
-        paths = PurePosixPath(shard), PureWindowsPath(shard)
-        if any(path.is_absolute() or path.drive or path.root or ".." in path.parts for path in paths) or "://" in shard:
+        # An index may come from anyone, so it names files, at most in folders below its own.
+        if any(refusal_of(part) for part in shard.split("/")):
             raise QkovError(
                 f"{index.address} points outside its folder: it says that {name} is in {shard}, which is refused; "
                 f"put the files beside the index and correct their names in the index"

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 from ..errors import CallError, QkovError, reason
+from ..public_addresses import public_address, without_secrets
 from .places import LocalPlace, Place
 from .remote import RemotePlace
+from .remote_names import refusal_of
 
 _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+(?:://|::)")
 _HUB_ID = re.compile(r"[\w.\-]+/[\w.\-]+(@[^\s/]+)?")
@@ -58,18 +60,25 @@ def remote_place(address: str, hint: str = "") -> Place:
 
     protocol = address.split("::", 1)[0].split("://", 1)[0]
     is_web = protocol in ("http", "https")
+    shown, failure = public_address(address), None
     try:
         system, path = fsspec.url_to_fs(address, **(web_options() if is_web else {}))
     except ImportError as error:
         driver = known_implementations.get(protocol, {}).get("class", "fsspec").split(".")[0]
         install = f"pip install {driver}" if driver != "fsspec" else str(error)
-        raise CallError(f"{address} needs a driver for {protocol}:// that is not installed: {install}") from error
+        failure = CallError(f"{shown} needs a driver for {protocol}:// that is not installed: {install}")
     except ValueError as error:
-        raise CallError(
-            f"{address} cannot be understood ({error}); expected a path, or an address such as s3://, hf:// or https://"
-        ) from error
+        failure = CallError(
+            f"{shown} cannot be understood ({without_secrets(reason(error), address)}); "
+            f"expected a path, or an address such as s3://, hf:// or https://"
+        )
     except Exception as error:  # drivers raise errors of their own, such as for credentials
-        raise QkovError(f"{address} cannot be reached ({reason(error)})") from error
+        failure = QkovError(f"{shown} cannot be reached ({without_secrets(reason(error), address)})")
+    if failure is not None:
+        raise failure
     place = (WebPlace if is_web else RemotePlace)(system, path, address)
+    refusal = refusal_of(place.name) if place.name else None
+    if refusal is not None:
+        raise CallError(f"the last part of {shown} {refusal}; expected the name of a file or a folder")
     place.hint = hint
     return place

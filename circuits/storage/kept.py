@@ -41,7 +41,7 @@ class KeptPlace(Place):
             place: The remote place.
             folder: The local folder, which is created when needed; the folder that contains it must exist.
         """
-        super().__init__(place.address)
+        super().__init__(place.location)
         self.place, self.folder = place, folder
 
     @property
@@ -69,7 +69,13 @@ class KeptPlace(Place):
 
     def entries(self) -> list[Place]:
         """Return the current files and folders in the folder, sorted by name."""
-        return [KeptPlace(entry, self.folder) for entry in self.place.entries()]
+        entries = [KeptPlace(entry, self.folder) for entry in self.place.entries()]
+        self.refused_names = self.place.refused_names
+        return list(entries)
+
+    def not_found(self, expected: str) -> QkovError:
+        """Return the error that says that nothing is at the remote place, or that access is refused."""
+        return self.place.not_found(expected)
 
     def size(self) -> int | None:
         """Return the file's size in bytes, or None if it is not stated."""
@@ -93,7 +99,10 @@ class KeptPlace(Place):
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:
-        """Give the path of a copy, which is made once and not removed."""
+        """Give the path of a copy, which is made once and not removed; a file on this machine needs none."""
+        if isinstance(self.place, LocalPlace):
+            yield self.place.path
+            return
         path = self._path("copy")
         with _one_at_a_time(path):
             if not path.is_file():
@@ -113,7 +122,7 @@ class KeptPlace(Place):
             return contents
 
     def _path(self, what: str) -> Path:
-        key = json.dumps([self.address, self._sign, what])
+        key = json.dumps([self.location, self._sign, what])
         return self.folder / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
     @cached_property

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import CallError, QkovError
+from ..public_addresses import public_address
 
 #: How many bytes of a file's beginning and of its end a stamp depends on.
 BLOCK = 65536
@@ -21,16 +22,24 @@ class Place(ABC):
     """A file or folder at some address. Nothing is requested before it is needed.
 
     Attributes:
-        address: The path or address as a user would write it.
+        location: The path or address as it was given, with what lets its reader in.
+        address: The same without passwords, tokens and signatures, as it may be shown and stored.
+        refused_names: Why names that `entries` met are refused, by name; a file on this machine has no such name.
     """
 
-    def __init__(self, address: str) -> None:
-        """Store the address."""
-        self.address = address
+    def __init__(self, location: str) -> None:
+        """Store the location."""
+        self.location = location
+        self.address = public_address(location)
+        self.refused_names: dict[str, str] = {}
 
     def __str__(self) -> str:
         """Return the address."""
         return self.address
+
+    def __repr__(self) -> str:
+        """Return the kind of place and its address."""
+        return f"{type(self).__name__}({self.address!r})"
 
     @property
     @abstractmethod
@@ -58,6 +67,14 @@ class Place(ABC):
     @abstractmethod
     def is_folder(self) -> bool:
         """Return whether a folder exists at this place."""
+
+    def not_found(self, expected: str) -> QkovError:
+        """Return the error that says that neither a file nor a folder is here, or that access is refused.
+
+        Args:
+            expected: What should be here.
+        """
+        return CallError(f"{self.address} does not exist; expected {expected}")
 
     @abstractmethod
     def entries(self) -> "list[Place]":
@@ -150,6 +167,12 @@ class LocalPlace(Place):
     def is_folder(self) -> bool:
         """Return whether the path is a folder."""
         return self.path.is_dir()
+
+    def not_found(self, expected: str) -> QkovError:
+        """Return the error that says that nothing is here, or something that is neither a file nor a folder."""
+        if self.path.exists():
+            return CallError(f"{self.address} is not a file and not a folder; expected {expected}")
+        return super().not_found(expected)
 
     def entries(self) -> list[Place]:
         """Return the files and folders in the folder, sorted by name."""

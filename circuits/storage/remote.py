@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import CallError, QkovError, reason
+from ..public_addresses import without_secrets
 from .places import BLOCK, Place
+from .remote_names import refusal_of
 
 #: The number of bytes that may be requested in addition, as a fraction of the bytes wanted.
 SLACK = 0.05
@@ -81,7 +83,7 @@ class RemotePlace(Place):
         Args:
             system: The fsspec file system.
             path: The path as the file system names it.
-            address: The address as a user would write it.
+            address: The address as it was given.
             info: What a listing said about the path, if one did.
         """
         super().__init__(address)
@@ -98,10 +100,10 @@ class RemotePlace(Place):
         """The folder that contains this place, or None at the top of a bucket or repository."""
         path = self.path.rstrip("/")
         # On the hub, a repository's path consists of the organisation and the model's name.
-        above = 1 + path.startswith(_HUB_KINDS) if self.address.startswith("hf://") else 0
+        above = 1 + path.startswith(_HUB_KINDS) if self.location.startswith("hf://") else 0
         if path.count("/") <= above:
             return None
-        first, mark, rest = self.address.partition("::")
+        first, mark, rest = self.location.partition("::")
         return type(self)(self.system, _above(path), _above(first.rstrip("/")) + mark + rest)
 
     def child(self, name: str) -> Place:
@@ -121,8 +123,7 @@ class RemotePlace(Place):
         with self._translated():
             self.system.invalidate_cache(self.path)
             listed = self.system.ls(self.path, detail=True)
-        infos = {info["name"].rstrip("/").rpartition("/")[2]: info for info in listed}
-        return [self._child(name, infos[name]) for name in sorted(infos)]
+        return self._named({info["name"].rstrip("/").rpartition("/")[2]: info for info in listed})
 
     def size(self) -> int | None:
         """Return the file's size in bytes, or None if it is not stated."""
@@ -171,12 +172,16 @@ class RemotePlace(Place):
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:
-        """Give the path of a copy that is removed afterwards."""
+        """Give the path of a copy that is removed afterwards; its name has nothing to do with the name afar."""
         with tempfile.TemporaryDirectory(prefix="qkov-") as folder:
-            copy = Path(folder) / self.name
+            copy = Path(folder) / "copy"
             with self._translated():
-                self.system.get_file(self.path, str(copy))
+                self._copy_to(copy)
             yield copy
+
+    def not_found(self, expected: str) -> QkovError:
+        """Return the error that says that nothing is here, with what the driver said."""
+        return CallError(f"{self.address} does not exist; expected {expected}{self.hint}")
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -185,13 +190,26 @@ class RemotePlace(Place):
             yield
         except QkovError:
             raise
-        except FileNotFoundError as error:
-            raise self._not_found(error) from error
         except Exception as error:
-            raise QkovError(
-                f"{self.address} cannot be read ({reason(error)}): check the address and the connection, "
-                f"or copy it to this machine and give the path of the copy{self.hint}"
-            ) from error
+            failure = self._not_found(error) if isinstance(error, FileNotFoundError) else self._unreadable(error)
+            # The error of a driver may repeat what lets the reader in.
+            raise failure from (error if self.address == self.location else None)
+
+    def _named(self, infos: dict[str, dict[str, Any]]) -> list[Place]:
+        """Return the entries with a name of one file each, sorted; note the others."""
+        refusals = {name: refusal_of(name) for name in infos}
+        self.refused_names = {name: f"{refusal}: refused" for name, refusal in refusals.items() if refusal}
+        return [self._child(name, infos[name]) for name in sorted(infos) if refusals[name] is None]
+
+    def _said(self, error: BaseException) -> str:
+        """Return what an error of the driver says, without secrets of the address."""
+        return without_secrets(reason(error), self.location)
+
+    def _unreadable(self, error: BaseException) -> QkovError:
+        return QkovError(
+            f"{self.address} cannot be read ({self._said(error)}): check the address and the connection, "
+            f"or copy it to this machine and give the path of the copy{self.hint}"
+        )
 
     def _ends(self) -> tuple[bytes, bytes]:
         """Return the first and the last 64 KiB of the file; a file that fits into one block is read once."""
@@ -200,16 +218,19 @@ class RemotePlace(Place):
         return first, first if size <= BLOCK else self.read_bytes(size - BLOCK, size)
 
     def _not_found(self, error: FileNotFoundError) -> QkovError:
-        return NotThereError(f"{self.address} does not exist ({reason(error)}){self.hint}")
+        return NotThereError(f"{self.address} does not exist ({self._said(error)}){self.hint}")
 
     def _open_options(self) -> dict[str, Any]:
         return {}
 
+    def _copy_to(self, copy: Path) -> None:
+        self.system.get_file(self.path, str(copy))
+
     def _child(self, name: str, info: dict[str, Any] | None) -> Place:
         # In a chain of addresses, such as zip://folder::s3://bucket/file.zip, the first path is the inner one.
-        first, mark, rest = self.address.partition("::")
+        first, mark, rest = self.location.partition("::")
         if "://" not in first:
-            first, mark, rest = self.address, "", ""
+            first, mark, rest = self.location, "", ""
         return type(self)(self.system, _joined(self.path, name), _joined(first, name) + mark + rest, info)
 
     def _kind(self) -> str | None:
@@ -225,7 +246,7 @@ class RemotePlace(Place):
         if self.system.async_impl:
             starts, stops = ([request[end] for request in requests] for end in (0, 1))
             return self.system.cat_ranges([self.path] * len(requests), starts, stops, on_error="raise")
-        if not self.address.startswith("hf://"):
+        if not self.location.startswith("hf://"):
             # Other drivers may not support several requests at once.
             return [self.read_bytes(*request) for request in requests]
         with ThreadPoolExecutor(_AT_ONCE) as pool:

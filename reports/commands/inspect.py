@@ -30,6 +30,7 @@ def inspect(
     demand_supported("torch", "safetensors", "fsspec")
 
     from ...circuits.checkpoints.runs import find_run
+    from ...circuits.public_addresses import public_address
     from ...circuits.reading.checkpoint import open_checkpoint
     from ...circuits.reading.inspection import inspect_checkpoint
     from .inspection_text import inspection_lines
@@ -42,7 +43,7 @@ def inspect(
         print_json({**facts, "steps": steps, "left_out": run.left_out})
         return
     print(
-        f"{checkpoint}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
+        f"{public_address(checkpoint)}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
         + f" to {steps[-1]}" * (len(steps) > 1)
     )
     for name, reason in run.left_out.items():

@@ -14,8 +14,10 @@ def print_json(result: Any) -> None:
 
 
 def command_as_typed() -> str:
-    """Return the command that is running, quoted so that it can be pasted into a shell."""
-    return shlex.join(["qkov", *sys.argv[1:]])
+    """Return the command that is running, quoted so that it can be pasted into a shell, without secrets."""
+    from ...circuits.public_addresses import public_address, without_secrets
+
+    return shlex.join(["qkov", *(without_secrets(public_address(argument)) for argument in sys.argv[1:])])
 
 
 def default_folder(address: str, *more: str) -> Path:
@@ -23,15 +25,17 @@ def default_folder(address: str, *more: str) -> Path:
 
     Args:
         address: The address of a checkpoint, a run or a model. NAME is its last part, without the suffix of a weight
-            file.
+            file; of a remote address, only the characters that any file system accepts.
         more: Further parts of the folder's name, such as the name of a task.
     """
     from ...circuits.checkpoints.tensor_file import SUFFIXES
     from ...circuits.storage.address import place_of
+    from ...circuits.storage.places import LocalPlace
+    from ...circuits.storage.remote_names import slug
 
     place = place_of(address)
     name = place.name.removesuffix(place.suffix) if place.suffix in SUFFIXES else place.name
-    return Path("-".join(("qkov", name, *more)))
+    return Path("-".join(("qkov", name if isinstance(place, LocalPlace) else slug(name), *more)))
 
 
 def _without_nan(result: Any) -> Any:

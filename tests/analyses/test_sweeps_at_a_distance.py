@@ -153,7 +153,8 @@ def test_nothing_stays_after_a_sweep_that_ends_early(run, temporary, tmp_path, w
             assert len(list(temporary.glob("*/kept/*"))) >= 2
             if error is KeyboardInterrupt:
                 raise KeyboardInterrupt
-            traffic.fails = 500
+            # A status that says that asking again is of no use.
+            traffic.fails = 501
 
         with pytest.raises(error):
             track(f"{address}/run", tmp_path / "store", mapping=MAPPING, workers=workers, progress=stop)

@@ -109,8 +109,8 @@ def test_what_the_hub_does_not_have(tmp_path):
         ),
         ("find_checkpoints('laboratory/none', revisions='*')", "QkovError", "the hub has no model laboratory/none"),
         ("find_checkpoints('laboratory/none')", "CallError", "laboratory/none.* does not exist"),
-        (f"open_weights('{MODEL}@step7')", "CallError", "step7 .*is not a file and not a folder"),
-        (f"open_weights('hf://{MODEL}/none.safetensors')", "CallError", "none.safetensors is not a file"),
+        (f"open_weights('{MODEL}@step7')", "CallError", "step7 .*does not exist; expected a file"),
+        (f"open_weights('hf://{MODEL}/none.safetensors')", "CallError", "none.safetensors does not exist"),
     ]
     with serving(hub(tmp_path)) as (address, traffic):
         as_hub(traffic)
