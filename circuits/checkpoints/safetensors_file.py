@@ -1,6 +1,7 @@
 """Safetensors files, read by byte ranges: the header first, then the requested tensors."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from ..errors import QkovError
 from ..storage.places import LocalPlace, Place
-from .tensor_file import TensorFile
+from .pickles.placeholders import DamagedError
+from .pickles.stored import demand_sizes
+from .tensor_file import Plain, TensorFile
 
 #: Larger headers count as damage, as in safetensors itself.
 LARGEST_HEADER = 100_000_000
@@ -68,6 +71,7 @@ class SafetensorsFile(TensorFile):
         self._stored = {name: _stored(name, entry, begin, place) for name, entry in header.items()}
         _demand_whole(self._stored, begin, place)
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
+        self.values = self._numbers()
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors with these names; no other bytes of the file are read.
@@ -91,6 +95,12 @@ class SafetensorsFile(TensorFile):
             for (name, stored), content in zip(wanted.items(), contents, strict=True)
         }
 
+    def _numbers(self) -> dict[str, Plain]:
+        """Return the tensors of no dimension as plain values."""
+        names = [name for name, stored in self._stored.items() if stored.shape == () and stored.dtype in _DTYPES]
+        numbers = {name: tensor.item() for name, tensor in self.read(names).items()} if names else {}
+        return {name: number for name, number in numbers.items() if isinstance(number, Plain)}
+
 
 def _tensor(content: np.ndarray, dtype: torch.dtype) -> Tensor:
     # torch cannot view an empty array as another dtype.
@@ -105,13 +115,28 @@ def _read_header(place: Place) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(place.read_bytes(0, 8), "little")
     if length > LARGEST_HEADER or (size is not None and 8 + length > size):
         raise _damaged(place, f"its header would have {length} bytes")
+    content = place.read_bytes(8, 8 + length)
     try:
-        header = json.loads(place.read_bytes(8, 8 + length))
+        header = json.loads(content, object_pairs_hook=_unique)
+    except _TwiceError as error:
+        raise _damaged(place, str(error)) from error
     except (ValueError, RecursionError) as error:
         raise _damaged(place, "its header is not JSON") from error
     if not isinstance(header, dict):
         raise _damaged(place, "its header is not a table of tensors")
     return header, 8 + length
+
+
+class _TwiceError(Exception):
+    """A name stands twice in a header."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise _TwiceError(f"its header names {name} twice")
+    return table
 
 
 def _metadata(entry: Any, place: Place) -> dict[str, str]:
@@ -122,14 +147,21 @@ def _metadata(entry: Any, place: Place) -> dict[str, str]:
 
 def _stored(name: str, entry: Any, begin: int, place: Place) -> _Stored:
     try:
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-        start, stop = (begin + int(offset) for offset in entry["data_offsets"])
+        dtype, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(place, f"its header does not say where {name} is") from error
+    if not all(type(number) is int for number in (*shape, first, last)):
+        raise _damaged(place, f"the shape and the offsets of {name} are not whole numbers")
+    start, stop = begin + first, begin + last
     if min((*shape, start - begin, stop - start)) < 0:
         raise _damaged(place, f"{name} has shape {list(shape)} and offsets {start - begin} to {stop - begin}")
     if dtype in _DTYPES and stop - start != prod(shape) * _DTYPES[dtype].itemsize:
         raise _damaged(place, f"{name} of shape {list(shape)} and dtype {dtype} has {stop - start} bytes")
+    try:
+        # Even a type that is not known takes at least one bit for each number.
+        demand_sizes(shape, 8 * _DTYPES[dtype].itemsize if dtype in _DTYPES else 1, stop - start)
+    except DamagedError as error:
+        raise _damaged(place, f"{name}: {error}") from error
     return _Stored(dtype, shape, start, stop)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import QkovError, reason
 from ..storage.places import Place
 from .pickles.archives import Loaded, load_archive
-from .pickles.contents import contents_of
+from .pickles.contents import contents_of, is_module
 from .pickles.module_config import config_of
 from .pickles.placeholders import DamagedError, Placeholder
 from .pickles.plain import as_plain
@@ -85,21 +85,24 @@ def _nothing_in(loaded: Any, unread: Dictionary[str, str], place: Place) -> Qkov
 
 def _config(loaded: Any, described_by: int, address: str) -> tuple[dict[str, Any] | None, str | None]:
     """Return the values of the first dictionary that states the model's dimensions, and where it was found."""
-    if isinstance(loaded, nn.Module):
-        config = config_of(loaded, address)
-        return config, None if config is None else f"the config of the pickled {type(loaded).__name__}"
-    members = loaded.attributes if isinstance(loaded, Placeholder) else loaded
-    if not isinstance(members, Dictionary):
+    if not isinstance(loaded, (Dictionary, nn.Module, Placeholder)):
         return None, None
+    members = loaded if isinstance(loaded, Dictionary) else {"": loaded}
+    modules = [value for value in members.values() if is_module(value)]
+    if len(modules) == 1:
+        (module,) = modules
+        named = (module.name if isinstance(module, Placeholder) else type(module).__name__).rpartition(".")[2]
+        if isinstance(module, Placeholder):
+            config = as_plain(module.attributes.get("config"), described_by)
+        else:
+            config = config_of(module, address)
+        if isinstance(config, dict):
+            return config, f"the config of the pickled {named}"
     for name in CONFIGS:
         config = as_plain(members.get(name), described_by)
         if isinstance(config, dict):
             return config, f"{name} in the file"
-    modules = [value for value in members.values() if isinstance(value, nn.Module)]
-    if len(modules) != 1:
-        return None, None
-    config = config_of(modules[0], address)
-    return config, None if config is None else f"the config of the pickled {type(modules[0]).__name__}"
+    return None, None
 
 
 def _load(path: Path, address: str, trust_pickle: bool) -> Loaded:

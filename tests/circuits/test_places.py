@@ -256,7 +256,7 @@ def test_any_address_of_fsspec_is_a_place(tmp_path, memory):
     ]
     assert list(run.left_out) == ["checkpoint-700"]
     file = open_weights(run.checkpoints[0].address)
-    assert file.scalars == {"loss": 2.0}
+    assert file.scalars == {"scalar": 1.5, "loss": 2.0}
     for name, tensor in file.read(list(tensors)).items():
         assert torch.equal(tensor, tensors[name])
     before = run.checkpoints[0].fingerprint()

@@ -37,7 +37,7 @@ def test_every_dtype_is_what_the_safetensors_library_wrote(tmp_path):
     file = open_weights(tmp_path / "a.safetensors")
     assert file.metadata == {"made": "here"}
     assert file.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    assert file.values == {}
+    assert file.values == {"scalar": 3.5}
     assert file.config is None
     read = file.read(list(tensors))
     assert list(read) == list(tensors)
@@ -94,6 +94,16 @@ def entry(shape: list[int], start: int, stop: int, dtype: str = "F32") -> dict:
         (header({"a": entry([2], 0, 8)}, bytes(9)), "its tensors end at"),
         (header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)), "b begins at byte"),
         (header({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)), "b begins at byte"),
+        (header({"a": entry([10**7, 3 * 10**7 + 1], 0, 0, "F4")}), r"a: a tensor of shape .* larger than"),
+        (header({"a": entry([10**9, 10**9], 0, 4, "F4")}, bytes(4)), r"a: a tensor of shape .* larger than"),
+        (header({"a": entry([0, 2**40], 0, 0)}), r"a: a tensor has shape"),
+        (header({"a": entry([0, 2**20, 2**20], 0, 0)}), r"a: a tensor of shape .* larger than"),
+        (header({"a": entry([2**62, 2**62], 0, 4, "F4")}, bytes(4)), r"a: a tensor has shape"),
+        (header({"a": entry([1.0], 0, 4)}, bytes(4)), "the shape and the offsets of a are not whole numbers"),
+        (header({"a": entry(["1"], 0, 4)}, bytes(4)), "the shape and the offsets of a are not whole numbers"),
+        (header({"a": entry([True], 0, 4)}, bytes(4)), "the shape and the offsets of a are not whole numbers"),
+        (header(b'{"a": %s, "a": %s}' % ((json.dumps(entry([1], 0, 4)).encode(),) * 2), bytes(4)), "names a twice"),
+        (header(b'{"a": {"dtype": "F32", "shape": [1], "shape": [2]}}'), "names shape twice"),
     ],
 )
 def test_a_damaged_safetensors_file(tmp_path, content, message):
@@ -299,6 +309,24 @@ def test_headers_nested_too_deeply(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_bytes(deep)
     with pytest.raises(QkovError, match="is not an index"):
         open_weights(tmp_path / "model.safetensors.index.json")
+
+
+def test_shapes_that_no_bytes_stand_behind_take_no_time(tmp_path):
+    shapes = {"h.0.attn.c_attn.weight": [10**7, 3 * 10**7 + 1], "h.0.attn.c_proj.weight": [10**7 + 7, 10**7 + 9]}
+    for number, dtype in enumerate(("F4", "F32", "F4_OF_SOME_KIND")):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(header({name: entry(shape, 0, 0, dtype) for name, shape in shapes.items()}))
+        with pytest.raises(QkovError, match="cannot be read as safetensors"):
+            open_checkpoint(path)
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    for suffix in ("safetensors", "pt", "npy", "pkl"):
+        os.mkfifo(tmp_path / f"a.{suffix}")
+        with pytest.raises(QkovError, match=rf"a\.{suffix}"):
+            open_weights(tmp_path / f"a.{suffix}")
+    with pytest.raises(QkovError, match=r"/dev/zero"):
+        open_weights("/dev/zero")
 
 
 def test_tensors_of_no_dimension_under_the_names_of_a_family(tmp_path):

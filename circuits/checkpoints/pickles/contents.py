@@ -163,11 +163,18 @@ def members_of(value: Any) -> Dictionary[Any, Any] | None:
 
 def _members_of_placeholder(value: Placeholder) -> Dictionary[Any, Any] | None:
     attributes = value.attributes
-    if {"_parameters", "_buffers", "_modules"} <= set(attributes):
+    if is_module(value):
         return _of_module(attributes)
     if value.elements and not attributes and not value.entries:
         return dict(enumerate(value.elements))
     return {**attributes, **value.entries} or None
+
+
+def is_module(value: Any) -> bool:
+    """Return whether something is a module of torch, or the placeholder of one."""
+    if isinstance(value, Placeholder):
+        return {"_parameters", "_buffers", "_modules"} <= value.attributes.keys()
+    return isinstance(value, nn.Module)
 
 
 def _of_module(attributes: Dictionary[Any, Any]) -> dict[Any, Any]:

@@ -44,5 +44,20 @@ def plain_config(config: Any) -> dict[str, Any] | None:
     return {str(key): value for key, value in config.items() if isinstance(value, _PLAIN)}
 
 
+def model_type_of(kind: str) -> str | None:
+    """Return the model_type of transformers that belongs to the full name of a class of configs, or None.
+
+    The class itself states it, but not its objects, which are all that a pickle holds.
+    """
+    # transformers is slow to import, and few pickles hold its configs.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    module, _, name = kind.rpartition(".")
+    fitting = [model_type for model_type, config in CONFIG_MAPPING_NAMES.items() if config == name]
+    # Several types may share a class; the folder of the class has the name of its own type.
+    own = [model_type for model_type in fitting if model_type.replace("-", "_") in module.split(".")]
+    return own[0] if len(own) == 1 else fitting[0] if len(fitting) == 1 else None
+
+
 def _is_inside(name: str, outer: Iterable[str]) -> bool:
     return any(not path or name.startswith(f"{path}.") for path in outer)

@@ -4,8 +4,8 @@ from collections.abc import Mapping as Dictionary
 from typing import Any
 
 from .contents import members_of, plain_of
-from .module_config import plain_config
-from .placeholders import Budget
+from .module_config import model_type_of, plain_config
+from .placeholders import Budget, Placeholder
 
 
 def as_plain(value: Any, described_by: int) -> Any:
@@ -20,7 +20,11 @@ def as_plain(value: Any, described_by: int) -> Any:
     """
     if hasattr(value, "to_dict"):
         value = plain_config(value)
-    return _converted(value, Budget(described_by))
+    plain = _converted(value, Budget(described_by))
+    if isinstance(plain, dict) and isinstance(value, Placeholder) and value.name.startswith("transformers."):
+        model_type = model_type_of(value.name)
+        return {"model_type": model_type, **plain} if model_type is not None else plain
+    return plain
 
 
 def _converted(value: Any, budget: Budget) -> Any:
