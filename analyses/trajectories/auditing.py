@@ -1,6 +1,7 @@
 """Audit a run: read its checkpoints, or what a store noted of them, and say whether the series is what it claims."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,6 +12,8 @@ from ...circuits.checkpoints.runs import Checkpoint, find_run
 from ...circuits.errors import CallError, QkovError
 from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
+from ...circuits.storage.address import place_of
+from ...circuits.storage.places import LocalPlace
 from ...circuits.weights.content import layer_content
 from .contents import content_columns
 from .integrity import Integrity, integrity_of
@@ -57,7 +60,8 @@ def audit(
         if revisions is not None or chosen != ReadingOptions():
             raise CallError(f"{run} is a run store, of which no checkpoint is read; leave out options for reading")
         return audit_store(store)
-    return audit_checkpoints(find_run(run, revisions).checkpoints, chosen, progress)
+    found_run = find_run(run, revisions)
+    return replace(audit_checkpoints(found_run.checkpoints, chosen, progress), left_out=found_run.left_out)
 
 
 def audit_checkpoints(
@@ -81,9 +85,10 @@ def audit_checkpoints(
     for position, checkpoint in enumerate(checkpoints):
         try:
             tables.append(_contents(checkpoint, options))
-        except CallError:
-            raise
         except QkovError as error:
+            # A wrong call is wrong at the first checkpoint already.
+            if isinstance(error, CallError) and position == 0:
+                raise
             unknown[checkpoint.step] = str(error)
             if len(unknown) == len(checkpoints):
                 raise
@@ -124,7 +129,21 @@ def store_integrity(store: RunStore, contents: pd.DataFrame) -> Integrity:
     expected = {checkpoint["step"] for checkpoint in store.description()["checkpoints"]}
     unknown: dict[int, str] = dict.fromkeys(sorted(measured - known), NOT_NOTED)
     unknown |= dict.fromkeys(sorted(expected - measured), "it is not in the store yet.")
-    return integrity_of(contents, unknown)
+    return replace(integrity_of(contents, unknown), left_out=store.description()["left_out"])
+
+
+def bytes_on_this_machine(checkpoints: list[Checkpoint]) -> int | None:
+    """Return how large the files of weights of some checkpoints are together; None if some are on another machine.
+
+    Args:
+        checkpoints: The checkpoints.
+
+    Raises:
+        QkovError: A file cannot be found.
+    """
+    if not all(isinstance(place_of(checkpoint.address), LocalPlace) for checkpoint in checkpoints):
+        return None
+    return sum(place.size() or 0 for checkpoint in checkpoints for place in checkpoint.weight_places())
 
 
 def _contents(checkpoint: Checkpoint, options: ReadingOptions) -> pd.DataFrame:

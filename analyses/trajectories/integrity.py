@@ -54,6 +54,7 @@ class Integrity:
         findings: What was found.
         frozen: The layers that are identical in all checkpoints while others change.
         untested: What could not be compared although it was read, in words.
+        left_out: Why a file or folder of the run is not one of its checkpoints, by name.
     """
 
     checked: list[int]
@@ -61,6 +62,7 @@ class Integrity:
     findings: list[Finding] = field(default_factory=list)
     frozen: list[LayerKey] = field(default_factory=list)
     untested: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_sound(self) -> bool:
@@ -83,6 +85,7 @@ class Integrity:
             ],
             "frozen": [list(key) for key in self.frozen],
             "untested": self.untested,
+            "left_out": self.left_out,
             "summary": summary(self),
         }
 

@@ -46,17 +46,24 @@ class Checkpoint:
         """
         return self.known_files or files_at(place_of(self.address))
 
+    def weight_places(self) -> list[Place]:
+        """Return the file of the weights, or the index and the files that it names.
+
+        Raises:
+            QkovError: The index is damaged or cannot be read.
+        """
+        weights = self.files.weights
+        if weights.parent is None or not weights.name.endswith(".index.json"):
+            return [weights]
+        return [weights, *(weights.parent.child(shard) for shard in sorted(set(read_index(weights).values())))]
+
     def fingerprint(self) -> str:
         """Return a hash that changes when one of the checkpoint's files does: weights, config or trainer's state.
 
         Raises:
             QkovError: A file is missing or cannot be read.
         """
-        weights = self.files.weights
-        places = [weights]
-        if weights.parent is not None and weights.name.endswith(".index.json"):
-            places += [weights.parent.child(shard) for shard in sorted(set(read_index(weights).values()))]
-        places += self.files.sidecars
+        places = [*self.weight_places(), *self.files.sidecars]
         return hashlib.blake2b(json.dumps([place.stamp() for place in places]).encode(), digest_size=16).hexdigest()
 
 

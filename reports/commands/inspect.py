@@ -1,12 +1,19 @@
 """The command `qkov inspect`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle, reading_options
-from .output import print_json
+from .output import command, print_json
 from .requirements import demand_supported
+
+if TYPE_CHECKING:
+    from ...circuits.checkpoints.runs import Run
+    from ...circuits.reading.options import ReadingOptions
+
+#: The checkpoints of a run are compared if they are on this machine and no larger than this together, in bytes.
+_COMPARED = 2**30
 
 
 def inspect(
@@ -24,8 +31,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint contains and how it is read.
 
-    Prints the tensors that were recognised, their layouts, and the circuits that qkov track would measure. Nothing is
-    written.
+    Prints the tensors that were recognised, their layouts, and the circuits that qkov track would measure. The
+    checkpoints of a run are compared with each other as qkov audit does, if they are on this machine and take no more
+    than 1 GiB. Nothing is written.
     """
     demand_supported("torch", "safetensors", "fsspec")
 
@@ -39,8 +47,9 @@ def inspect(
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
     facts = inspect_checkpoint(open_checkpoint(run.checkpoints[-1].files, options))
     steps = [each.step for each in run.checkpoints]
+    comparison, lines = _compared(checkpoint, run, options)
     if as_json:
-        print_json({**facts, "steps": steps, "left_out": run.left_out})
+        print_json({**facts, "steps": steps, "left_out": run.left_out, "integrity": comparison})
         return
     print(
         f"{public_address(checkpoint)}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
@@ -48,6 +57,28 @@ def inspect(
     )
     for name, reason in run.left_out.items():
         print(f"left out {name}: {reason}")
+    for line in lines:
+        print(line)
     print(f"opened {facts['address']}: {facts['tensors']} tensors")
     for line in inspection_lines(facts):
         print(line)
+
+
+def _compared(address: str, run: "Run", options: "ReadingOptions") -> tuple[dict[str, Any] | None, list[str]]:
+    """Return what an audit of the run's checkpoints found, as JSON and as lines; None if that takes long."""
+    if len(run.checkpoints) < 2:
+        return None, []
+    demand_supported("pandas", "pyarrow")
+
+    from ...analyses.trajectories.auditing import audit_checkpoints, bytes_on_this_machine
+    from ...analyses.trajectories.integrity import sentences, summary
+
+    size = bytes_on_this_machine(run.checkpoints)
+    if size is None or size > _COMPARED:
+        how_much = "over the network" if size is None else f"of {size / 2**30:.1f} GiB in all"
+        return None, [
+            f"whether checkpoints are identical was not checked, which takes reading all of them {how_much}: "
+            f"{command('audit', address)}"
+        ]
+    audited = audit_checkpoints(run.checkpoints, options)
+    return audited.as_dict(), [*sentences(audited), *([] if audited.findings else [summary(audited)])]

@@ -8,6 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from ...circuits.errors import CallError, QkovError
+from .audit import audit
 from .explain import explain
 from .families import families
 from .inspect import inspect
@@ -22,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for command in (reproduce, predict, inspect, families, track, explain, report):
+for command in (reproduce, predict, inspect, families, audit, track, explain, report):
     app.command()(command)
 
 _INTERRUPTED = 130

@@ -15,9 +15,14 @@ def print_json(result: Any) -> None:
 
 def command_as_typed() -> str:
     """Return the command that is running, quoted so that it can be pasted into a shell, without secrets."""
+    return command(*sys.argv[1:])
+
+
+def command(*words: str) -> str:
+    """Return a command of qkov, quoted so that it can be pasted into a shell, without secrets."""
     from ...circuits.public_addresses import public_address, without_secrets
 
-    return shlex.join(["qkov", *(without_secrets(public_address(argument)) for argument in sys.argv[1:])])
+    return shlex.join(["qkov", *(without_secrets(public_address(word)) for word in words)])
 
 
 def default_folder(address: str, *more: str) -> Path:

@@ -1,10 +1,13 @@
 """The facts of a tracked run that its report states in words."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ...analyses.trajectories.auditing import NOT_NOTED, store_integrity
+from ...analyses.trajectories.integrity import frozen_sentences, unknown_sentences
 from ...analyses.trajectories.store import RunStore
 from ...circuits.algebra.factor_steps import LARGEST_DISAGREEMENT
 from ...circuits.weights.layer_keys import layer_label, layer_name
@@ -106,6 +109,29 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
         "basis": ", ".join(_BASES[basis] for basis in table["basis"].unique()),
         "rotary_offset": _rotary_offset(table),
         "reference": ", ".join(str(name) for name in table["reference"].dropna().unique()) or "none",
+    }
+
+
+def integrity_facts(store: RunStore, table: pd.DataFrame) -> dict[str, Any]:
+    """Return what the contents in a store say about its run, for the template: what was found, and what is as stated.
+
+    Args:
+        store: The store.
+        table: Its table.
+    """
+    if store.description().get("live") or table["step"].nunique() < 2:
+        return {"integrity": [], "integrity_count": 0, "integrity_notes": []}
+    integrity = store_integrity(store, store.contents())
+    # Which checkpoints are not in the store yet is stated elsewhere.
+    unknown = {step: why for step, why in integrity.unknown.items() if why == NOT_NOTED}
+    findings = [finding.sentence for finding in integrity.findings]
+    return {
+        "integrity": findings[:_NAMES],
+        "integrity_count": len(findings),
+        "integrity_notes": [
+            *unknown_sentences(replace(integrity, unknown=unknown)),
+            *frozen_sentences(integrity),
+        ],
     }
 
 

@@ -13,7 +13,7 @@ from ...circuits.errors import CallError, named_input
 from ...circuits.weights.layer_keys import layer_name
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import number, rendered, write_html
-from .run_facts import composition_table, heads_in, run_facts
+from .run_facts import composition_table, heads_in, integrity_facts, run_facts
 from .run_sections import CIRCUITS, SECTIONS, Quantity
 
 #: Maximum number of lines in a panel, each of its own colour. More heads are gathered by layer, or all together.
@@ -73,7 +73,10 @@ def _page(stores: list[RunStore], command: str | None) -> str:
         title=_title(len(stores), over),
         subtitle=", ".join(tables),
         command=command,
-        runs=[run_facts(label, tables[label], descriptions[label]) for label in tables],
+        runs=[
+            run_facts(label, tables[label], descriptions[label]) | integrity_facts(store, tables[label])
+            for label, store in zip(tables, stores, strict=True)
+        ],
         legend=[{"swatch": swatch(style[group.label], dots=False), "label": group.label} for group in groups],
         gathered=any(heads_in(group.rows) > 1 for group in groups),
         sections=sections,

@@ -3,17 +3,20 @@
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.trajectories import audit, track
+from qkov.analyses.trajectories import audit, auditing, track
 from qkov.analyses.trajectories.integrity import sentences, steps_in_words, summary
 from qkov.circuits import CallError, QkovError
 from qkov.circuits.weights.layer_keys import layers_in_words
 from safetensors.torch import save_file
+
+from ..circuits.range_server import serving
 
 D_MODEL, D_HEAD, HEADS = 16, 8, 2
 
@@ -362,6 +365,36 @@ def test_the_result_is_json(tmp_path):
         }
     ]
     assert result["checked"] == [0, 10, 20, 30]
+
+
+def test_at_a_distance_only_the_attention_tensors_are_sent_and_each_once(tmp_path):
+    models = walk(4)
+    run = tmp_path / "served" / "run"
+    run.mkdir(parents=True)
+    for step, model in zip((0, 10, 20, 30), [*models[:3], models[0]], strict=True):
+        attention = {f"blocks.{i}.attn.W_{name}": each for i, layer in enumerate(model) for name, each in layer.items()}
+        save_file(attention | {"embed.W_E": torch.zeros(1000, 500)}, run / f"model_step_{step}.safetensors")
+    with serving(tmp_path / "served") as (address, traffic):
+        audited = audit(f"{address}/run")
+    assert kinds(audited) == [("identical_checkpoints", (0, 30))]
+    of_attention = 4 * 3 * 4 * HEADS * D_MODEL * D_HEAD * 4
+    assert of_attention < traffic.sent.total() < of_attention + 4 * 200_000
+
+
+def test_no_more_than_one_layer_is_in_memory(tmp_path, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+    content = auditing.layer_content
+
+    def watched(weights):
+        alive.add(weights)
+        most.append(len(alive))
+        return content(weights)
+
+    monkeypatch.setattr(auditing, "layer_content", watched)
+    audit(write(tmp_path / "run", walk(3, layers=5)))
+    assert len(most) == 15
+    # The layer that was read last is still in the reader's hands as the next one comes.
+    assert max(most) <= 2
 
 
 def test_a_real_run_is_sound(shared_data):
