@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError, QkovError, named_input
 from .config_lookups import Config, cases, filled, look_up
+from .evidence import contradictions, with_biases
 from .families import Architecture, architecture_of, architectures, skipped, skipped_layers, unsupported
 from .fitting import fitting_families
 from .head_counts import StatedHeads
@@ -28,11 +29,14 @@ class Recognised:
         how: How they were found, in words.
         stacks: The mapping of each stack of layers.
         skipped: What is not read, with the reason.
+        doubts: What the file or its config has that the family does not, or lacks, with the facts that are unknown
+            therefore.
     """
 
     how: str
     stacks: tuple[Mapping, ...]
     skipped: dict[str, str] = field(default_factory=dict)
+    doubts: dict[str, str] = field(default_factory=dict)
 
 
 def recognise(
@@ -71,18 +75,18 @@ def recognise(
     if config is not None and (model_type is None or not architecture.model_types):
         # Any training script may have written the config, so it has to show that it belongs to this family.
         required = set(architecture.config_keys)
-        config = config if required and all(look_up(config, key) is not None for key in required) else None
+        config = config if required and all(_states(config, key) for key in required) else None
         how += "" if config is None else f", with the values of {file.config_origin}"
     unknown = architecture.needs_config if config is None and family is None else ()
     origin = file.address if config is None else f"{file.config_origin} of {file.address}"
     try:
         with named_input(origin, architecture.title, "put the model's own config beside the weights"):
-            mapped = list(_mappings(architecture, file, config, unknown, heads, prefix))
+            mapped = list(_mappings(architecture, file, config, unknown, heads, prefix, family is not None))
     except CallError as error:
         if config is None:
             raise
         raise QkovError(f"{file.config_origin} of {file.address} cannot be used: {error}") from error
-    stacks = tuple(mapping for mapping, _ in mapped)
+    stacks = tuple(mapping for mapping, *_ in mapped)
     _demand_distinct(stacks, file)
     if not stacks:
         wanted = ", ".join(weight_names(stack)[role] for stack in architecture.stacks for role in weight_names(stack))
@@ -94,10 +98,16 @@ def recognise(
             f"{file.address} should be {architecture.title} ({how}), but holds none of its attention weights: "
             f"expected {wanted}; {hint}"
         )
-    left_out = skipped(names)
-    for _, missing in mapped:
+    left_out, doubts = skipped(names), {}
+    for _, missing, of_stack in mapped:
         left_out |= missing
-    return Recognised(f"as {architecture.title} {how}", stacks, left_out)
+        doubts |= of_stack
+    return Recognised(f"as {architecture.title} {how}", stacks, left_out, doubts)
+
+
+def _states(config: Config, keys: str) -> bool:
+    """Return whether the config has a value for one of several keys, between which "or" stands."""
+    return any(look_up(config, key) is not None for key in keys.split(" or "))
 
 
 def _demand_distinct(stacks: tuple[Mapping, ...], file: TensorFile) -> None:
@@ -165,8 +175,9 @@ def _mappings(
     unknown: tuple[str, ...],
     heads: int | None,
     prefix: str | None,
-) -> Iterable[tuple[Mapping, dict[str, str]]]:
-    """Yield the mapping of each stack, and which of its layers are missing."""
+    requested: bool,
+) -> Iterable[tuple[Mapping, dict[str, str], dict[str, str]]]:
+    """Yield the mapping of each stack, which of its layers are not read, and which of its facts are in doubt."""
     whole, names = config, set(file.shapes)
     for stack in architecture.stacks:
         config = _part_of(whole, stack)
@@ -181,6 +192,11 @@ def _mappings(
             continue
         if heads is not None:
             table["heads"] = heads
+        table = with_biases(table, prefixes[0], names)
+        # What a family needs to be recognised by is not needed where the caller names the family.
+        is_whole = file.partial is None and not requested
+        against = contradictions(table, prefixes[0], names, config, architecture.own_keys, is_whole)
+        table |= dict.fromkeys(against.unknown, UNKNOWN)
         layers = mapping_under(prefixes[0], table, title=architecture.title).layers(names)
         stated = _stated_heads(stack, table, config, heads, mapping_under(prefixes[0], table), layers, file)
         if stated.query is None and stated.d_head is None and needs_heads(table):
@@ -188,7 +204,10 @@ def _mappings(
                 f"{file.address} is {architecture.title}, and nothing states its number of heads: give --heads, "
                 f"or put the model's config.json beside the weights"
             )
-        of_layers = cases(stack, config, names, frozenset(layers))
+        of_layers = tuple(
+            (numbers, {name: value for name, value in facts.items() if name not in against.unknown})
+            for numbers, facts in cases(stack, config, names, frozenset(layers))
+        )
         mapping = mapping_under(prefixes[0], table, of_layers, architecture.title, stated)
         number = table.get("number_of_layers")
         left_out = missing_layers(file, mapping, set(layers), number)
@@ -196,7 +215,7 @@ def _mappings(
             left_out |= layers_beyond(file, mapping, set(layers), number)
             mapping = replace(mapping, number_of_layers=number)
         demand_config_of_same_model(mapping, mapping.layers(names), config or {}, file)
-        yield mapping, left_out
+        yield mapping, left_out, against.reasons
 
 
 def _stated_heads(

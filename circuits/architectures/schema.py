@@ -161,6 +161,7 @@ CONDITIONS: Table = {
     "has": _STRINGS,
     "layers": Key(("table",), LAYERS),
 }
+EVIDENCE: Table = dict.fromkeys(FACTS, _STRINGS)
 _MAPPED: Table = {
     "stack": _STRING,
     "tensors": Key(("table",), TENSORS),
@@ -168,6 +169,7 @@ _MAPPED: Table = {
     "heads": Key(("integer", "look-up")),
     "d_head": Key(("integer", "look-up")),
     "number_of_layers": Key(("integer", "look-up")),
+    "evidence": Key(("table",), EVIDENCE),
 }
 STACK: Table = {
     **_MAPPED,
@@ -177,7 +179,7 @@ STACK: Table = {
     "cases": Key(("list of tables",), CONDITIONS | _MAPPED | FACT_KEYS),
 }
 #: What a stack's table says that is not part of its mapping.
-OF_RECOGNITION = ("cases", "config_in", "beside", "not_under", "number_of_layers", "heads", "d_head")
+OF_RECOGNITION = ("cases", "config_in", "beside", "not_under", "number_of_layers", "heads", "d_head", "evidence")
 FAMILY: Table = {
     "title": _STRING,
     "model_types": _STRINGS,
@@ -185,6 +187,7 @@ FAMILY: Table = {
     "marks": _STRINGS,
     "needs_config": _STRINGS,
     "config_keys": _STRINGS,
+    "own_keys": _STRINGS,
     "stacks": Key(("list of tables",), STACK | FACT_KEYS),
 }
 UNSUPPORTED: Table = {

@@ -13,7 +13,7 @@ from .mapping import Mapping, Names
 from .stated_facts import UNKNOWN
 
 #: Config keys for the width of the residual stream.
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "n_embed", "dim")
 #: The config's width of a head, where a family has no other key for it.
 _D_HEAD = {"config": "head_dim"}
 _KEY_VALUE_HEADS = "num_key_value_heads"

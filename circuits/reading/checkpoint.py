@@ -29,6 +29,7 @@ class OpenCheckpoint(AttentionSource):
         recognised: How the architecture was recognised, in words.
         stacks: The mapping of each stack of layers.
         skipped: What is not read, with the reason.
+        doubts: What the file has or lacks against the family, with the facts that are unknown therefore.
     """
 
     def __init__(self, file: TensorFile, recognised: Recognised) -> None:
@@ -51,6 +52,7 @@ class OpenCheckpoint(AttentionSource):
             for mapping in recognised.stacks
         )
         self.skipped = recognised.skipped | ({} if file.partial is None else {"other files": file.partial})
+        self.doubts = recognised.doubts
         self._names = [
             (mapping, layer, names) for mapping in self.stacks for layer, names in mapping.layers(file.shapes).items()
         ]

@@ -18,7 +18,7 @@ def inspect_checkpoint(source: AttentionSource) -> dict[str, Any]:
 
     Returns:
         The address, how it was recognised, the number of tensors, where the config was found, the scalars, what is
-        skipped, and for each stack its tensors, their layouts and the facts of its layers.
+        skipped, which facts are in doubt, and for each stack its tensors, their layouts and the facts of its layers.
 
     Raises:
         QkovError: A tensor does not fit its layout.
@@ -39,6 +39,7 @@ def inspect_checkpoint(source: AttentionSource) -> dict[str, Any]:
         "config": source.config_origin,
         "scalars": source.scalars,
         "skipped": source.skipped,
+        "doubts": dict(source.doubts),
         "stacks": stacks,
     }
 

@@ -1,8 +1,9 @@
 """Sources of attention layers: the base of checkpoints, live models and layers that are held in memory."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 from ..algebra.threads import side_by_side
@@ -33,6 +34,7 @@ class AttentionSource(ABC):
         skipped: What is not read, with the reason.
         tensor_count: Number of tensors at the address; None if that is unknown.
         config_origin: Where the config was found; None if there is none.
+        doubts: What the weights' file has or lacks against its family, with the facts that are unknown therefore.
     """
 
     address: str
@@ -40,6 +42,7 @@ class AttentionSource(ABC):
     skipped: dict[str, str]
     tensor_count: int | None = None
     config_origin: str | None = None
+    doubts: Mapping[str, str] = MappingProxyType({})
 
     @property
     @abstractmethod

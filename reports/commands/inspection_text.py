@@ -18,6 +18,7 @@ def inspection_lines(facts: dict[str, Any]) -> list[str]:
         for numbers, layer in _alike(stack["layers"]):
             lines.append(f"  {_numbers(numbers)}: {_heads(layer)}")
             lines += [f"    {line}" for line in _layer_lines(layer)]
+    lines += [f"{what}: {reason}" for what, reason in facts["doubts"].items()]
     lines += [f"skipped {what}: {reason}" for what, reason in facts["skipped"].items()]
     if facts["scalars"]:
         lines.append(

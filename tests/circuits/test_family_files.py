@@ -17,6 +17,7 @@ FACTS = schema.FACT_KEYS
 SECTIONS = {
     "Family file": schema.FAMILY,
     "Stack": schema.STACK,
+    "Evidence": schema.EVIDENCE,
     "Tensors": schema.TENSORS,
     "Layout": schema.LAYOUT,
     "Facts": FACTS,
