@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def f(x: "1 + 1", y=2) -> int:
     if x < y and not x == 5:
         raise ValueError(f"{x + 1}")
-    return x * -y
+    return x * -y, zip(x, y, strict=True)
 '''
 
 
 def test_each_fault_is_made_once_and_alone():
-    made = mutants(SOURCE)
+    made = list(mutants(SOURCE))
     faults = {
         "2 became 3",
         "Lt became LtE",
@@ -47,6 +47,6 @@ def test_a_mutant_computes_something_else():
 
 @pytest.mark.parametrize("module", TARGETS)
 def test_targets_are_there_and_have_something_to_mutate(module):
-    assert mutants((ROOT / module).read_text())
+    assert any(mutants((ROOT / module).read_text()))
     for test in TARGETS[module]:
         assert (ROOT / test).is_file()

@@ -7,10 +7,7 @@ less than 95 % of the decided faults in a package were killed.
 """
 
 import argparse
-import os
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .mutants import Mutant, mutants
-from .targets import TARGETS
+from .project_copy import PACKAGES, ROOT, Copy, Order
+from .targets import LEFT_OUT, TARGETS
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("circuits", "analyses", "probes", "reports")
 ENOUGH = 0.95
 
 
@@ -37,19 +33,20 @@ def main() -> int:
     results: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        durations: dict[str, float] = {}
+        known: dict[tuple[str, ...], tuple[Order, float]] = {}
         for module, mutant in chosen(random.Random(arguments.seed), arguments.only):
             if time.monotonic() > stop:
                 break
-            tests = TARGETS[module]
-            if module not in durations:
-                begun = time.monotonic()
-                if copy.outcome(tests, timeout=600) != "survived":
-                    print(f"the tests of {module} fail without a fault: {' '.join(tests)}", file=sys.stderr)
+            tests = (*TARGETS[module], *(f"--deselect={test}" for test in LEFT_OUT))
+            if tests not in known:
+                begun, order = time.monotonic(), Order()
+                if copy.outcome(tests, order, timeout=600) != "survived":
+                    print(f"the tests of {module} fail without a fault: {order.killers or tests}", file=sys.stderr)
                     return 2
-                durations[module] = time.monotonic() - begun
-            with copy.holding(module, mutant):
-                outcome = copy.outcome(tests, timeout=3 * durations[module] + 30)
+                known[tests] = order, time.monotonic() - begun
+            order, seconds = known[tests]
+            with copy.holding(module, mutant.source):
+                outcome = copy.outcome(tests, order, timeout=3 * seconds + 10)
             results[module.split("/")[0]][outcome] += 1
             if outcome != "killed":
                 print(f"{outcome}: {module}:{mutant.line} {mutant.fault}", flush=True)
@@ -61,7 +58,7 @@ def chosen(order: random.Random, only: str) -> Iterator[tuple[str, Mutant]]:
     waiting = {
         module: order.sample(found, len(found))
         for module in TARGETS
-        if only in module and (found := mutants((ROOT / module).read_text()))
+        if only in module and (found := list(mutants((ROOT / module).read_text())))
     }
     while waiting:
         for module in order.sample(sorted(waiting), len(waiting)):
@@ -82,55 +79,6 @@ def summary(results: dict[str, Counter[str]]) -> int:
         print(f"{package}: {outcomes['killed']} of {decided} killed ({share:.0%}), {outcomes['undecided']} undecided")
         status |= share < ENOUGH
     return status
-
-
-class Copy:
-    """A copy of the packages and their tests, in which one module at a time holds a fault."""
-
-    def __init__(self, folder: Path) -> None:
-        """Copy the project."""
-        self.root = folder / "project"
-        for name in (*PACKAGES, "tests"):
-            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md"):
-            shutil.copy(ROOT / name, self.root)
-        # A folder that comes before the installed qkov on the path.
-        namespace = folder / "path" / "qkov"
-        namespace.mkdir(parents=True)
-        for package in PACKAGES:
-            (namespace / package).symlink_to(self.root / package)
-        self.environment = os.environ | {"PYTHONPATH": str(namespace.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def holding(self, module: str, mutant: Mutant) -> "Held":
-        """Return a context in which a module of the copy is a mutant."""
-        return Held(self.root / module, mutant.source)
-
-    def outcome(self, tests: tuple[str, ...], timeout: float) -> str:
-        """Run tests on the copy: killed if one fails, survived if all pass, undecided if they take too long."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
-        try:
-            done = subprocess.run(
-                command, cwd=self.root, env=self.environment, timeout=timeout, capture_output=True, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return "undecided"
-        return "survived" if done.returncode == 0 else "killed"
-
-
-class Held:
-    """A file whose content is another one for a while."""
-
-    def __init__(self, path: Path, content: str) -> None:
-        """Remember both."""
-        self.path, self.content, self.before = path, content, path.read_text()
-
-    def __enter__(self) -> None:
-        """Write the other content."""
-        self.path.write_text(self.content)
-
-    def __exit__(self, *_: object) -> None:
-        """Put the content back."""
-        self.path.write_text(self.before)
 
 
 if __name__ == "__main__":

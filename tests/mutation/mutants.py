@@ -42,18 +42,18 @@ class Mutant:
     source: str
 
 
-def mutants(source: str) -> list[Mutant]:
-    """Return a mutant for every comparison, arithmetic operation, number, negation and joint condition of a module.
+def mutants(source: str) -> Iterator[Mutant]:
+    """Yield a mutant for every comparison, arithmetic operation, number, negation and joint condition of a module.
 
-    Messages, annotations and what stands under `if TYPE_CHECKING` are left alone, since no result depends on them.
+    Messages, annotations, what stands under `if TYPE_CHECKING` and whether `zip` is strict are left alone, since no
+    result depends on them.
     """
     tree = ast.parse(source)
-    made = []
     for node, fault, change, undo in list(_changes(tree)):
         change()
-        made.append(Mutant(getattr(node, "lineno", 0), fault, ast.unparse(tree)))
+        mutant = Mutant(getattr(node, "lineno", 0), fault, ast.unparse(tree))
         undo()
-    return made
+        yield mutant
 
 
 _Change = tuple[ast.AST, str, Callable[[], None], Callable[[], None]]
@@ -105,6 +105,8 @@ def _deciding(node: ast.AST) -> Iterator[ast.AST]:
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr):
+                continue
+            if isinstance(child, ast.keyword) and child.arg == "strict":
                 continue
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 continue

@@ -1,0 +1,122 @@
+"""A copy of the project, in which one module at a time holds a fault, and what its tests say about it."""
+
+import os
+import shutil
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("circuits", "analyses", "probes", "reports")
+
+#: What tests import and no fault can reach: imported once, before processes are forked for the tests.
+_KEPT_IMPORTED = ("torch", "transformers.modeling_utils", "scipy.stats", "scipy.integrate", "jaxtyping", "beartype")
+
+
+@dataclass
+class Order:
+    """What is known about the tests of a module: those that killed a mutant run first, then the quick ones.
+
+    Attributes:
+        seconds: how long each test takes without a fault.
+        killers: the tests that noticed a fault.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    killers: set[str] = field(default_factory=set)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Sort the tests (pytest calls this)."""
+        items.sort(key=lambda item: (item.nodeid not in self.killers, self.seconds[item.nodeid]))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember how long a test took, and whether it failed (pytest calls this)."""
+        if report.when == "call":
+            self.seconds[report.nodeid] = report.duration
+        if report.failed:
+            self.killers.add(report.nodeid)
+
+
+class Copy:
+    """A copy of the packages and their tests."""
+
+    def __init__(self, folder: Path) -> None:
+        """Copy the project, and import what all tests need."""
+        self.root = folder / "project"
+        for name in (*PACKAGES, "tests"):
+            shutil.copytree(ROOT / name, self.root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, self.root)
+        # A folder that comes before the installed qkov on the path.
+        self.path = folder / "path"
+        (self.path / "qkov").mkdir(parents=True)
+        for package in PACKAGES:
+            (self.path / "qkov" / package).symlink_to(self.root / package)
+        for module in _KEPT_IMPORTED:
+            import_module(module)
+
+    @contextmanager
+    def holding(self, module: str, content: str) -> Iterator[None]:
+        """Give a module of the copy another content for a while."""
+        path = self.root / module
+        before = path.read_text()
+        path.write_text(content)
+        try:
+            yield
+        finally:
+            path.write_text(before)
+
+    def outcome(self, tests: Sequence[str], order: Order, timeout: float) -> str:
+        """Run tests on the copy until one fails.
+
+        Args:
+            tests: What pytest takes to choose tests.
+            order: What is known about these tests; it learns from this run.
+            timeout: After how many seconds the tests are stopped.
+
+        Returns:
+            "killed" if a test fails, "survived" if all pass, "undecided" if they take too long.
+        """
+        context = get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=self._test, args=(tests, order, sender))
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(timeout):
+                return "undecided"
+            status, order.seconds, order.killers = receiver.recv()
+        except EOFError:
+            # The fault ended the whole process.
+            return "killed"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        return "survived" if status == pytest.ExitCode.OK else "killed"
+
+    def _test(self, tests: Sequence[str], order: Order, sender: Connection) -> None:
+        """Run the tests in this process, which has imported nothing of the project but this package."""
+        os.setpgrp()
+        os.chdir(self.root)
+        os.environ |= {"PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path[:] = [str(self.path), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        # Plugins that were imported early are none that assert anything.
+        options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+        status = pytest.main([*options, *tests], plugins=[order])
+        sender.send((int(status), order.seconds, order.killers))
