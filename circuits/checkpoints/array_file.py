@@ -67,10 +67,11 @@ class ArrayFile(TensorFile):
         return read
 
     def _read_headers(self) -> None:
+        content = np.frombuffer(self._mapped, dtype=np.uint8)
         if self._mapped[:6] == b"\x93NUMPY":
-            self._add(ONLY, np.frombuffer(self._mapped, dtype=np.uint8), len(self._mapped))
+            self._add(ONLY, content, content.size)
             return
-        for record, held in records(self._mapped).items():
+        for record, held in records(self._mapped, content).items():
             name = record.removesuffix(".npy")
             if isinstance(held, zipfile.ZipInfo):
                 self._packed[name] = held

@@ -7,6 +7,8 @@ from pathlib import PurePath
 
 from ..errors import QkovError
 from ..storage.places import Place
+from .parallel.deepspeed import whole_model
+from .parallel.distributed_file import METADATA, is_distributed
 from .refusals import foreign_weights, parts_without_index, unreadable_collection
 from .sharded_file import read_index
 from .tensor_file import ARRAYS, SUFFIXES
@@ -90,11 +92,13 @@ class Contents:
         weights: The file or index of the one model whose folder it is.
         loose: Other files of weights.
         refusal: Why weights that exist cannot be read, and what to do about it.
+        is_below: Whether the weights are in a folder below this one.
     """
 
     weights: Place | None
     loose: list[Place]
     refusal: str | None
+    is_below: bool = False
 
 
 def contents_of(folder: Folder) -> Contents:
@@ -112,14 +116,30 @@ def contents_of(folder: Folder) -> Contents:
         own = indices[0] if len(indices) == 1 else None
     if own == "consolidated.00.pth" and "consolidated.01.pth" in entries:
         own = None
+    if own is None:
+        own = METADATA if is_distributed(names) else whole_model(names)
     if own is not None:
         return Contents(entries[own], [], None)
     loose = [] if refusal or parts else [entry for name, entry in entries.items() if _is_loose(name, entry)]
     # Arrays are taken for weights where there are no other files of weights.
     loose = [entry for entry in loose if entry.suffix not in ARRAYS] or loose
+    below = [] if loose else _below(folder)
+    if len(below) == 1:
+        return Contents(below[0], [], None, is_below=True)
     if not loose:
         refusal = refusal or parts or foreign_weights(names)
     return Contents(None, loose, refusal and f"{folder.place} holds {refusal}")
+
+
+def _below(folder: Folder) -> list[Place]:
+    """Return the weights of parallel training in the folders below, into which some programs put them."""
+    found = []
+    for inner in folder.subfolders:
+        names = [] if inner.place.name.startswith("optim") else list(inner.entries)
+        name = METADATA if is_distributed(names) else whole_model(names)
+        if name is not None:
+            found.append(inner.entries[name])
+    return found
 
 
 def weights_of(folder: Folder) -> Place:

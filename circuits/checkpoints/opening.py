@@ -7,6 +7,7 @@ from ..storage.address import place_of
 from ..storage.places import Place
 from .array_file import ArrayFile
 from .files import CheckpointFiles, files_at
+from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .refusals import foreign_format, partial_weights
 from .safetensors_file import SafetensorsFile
 from .sharded_file import ShardedWeights
@@ -41,6 +42,8 @@ def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bo
 
 
 def _open(place: Place, trust_pickle: bool) -> TensorFile:
+    if place.name == METADATA:
+        return DistributedCheckpoint(place)
     if place.name.endswith(".index.json"):
         return ShardedWeights(place, trust_pickle)
     foreign = foreign_format(place.name)

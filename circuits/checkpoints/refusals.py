@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 
 from ..errors import named_input
 from ..storage.places import Place
+from .parallel.deepspeed import parts_in
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(safetensors|bin)")
 _VARIANT = re.compile(r"(model|pytorch_model)\.[\w\-]+\.(safetensors|bin)")
@@ -85,24 +86,13 @@ def _adapter(folder: Place, names: list[str]) -> str | None:
     )
 
 
-def _deepspeed(folder: Place, names: list[str]) -> str | None:
-    whole, step = folder, ""
-    if "zero_to_fp32.py" not in names:
-        if not any(fnmatch(name, "*_optim_states.pt") or fnmatch(name, "*_model_states.pt") for name in names):
-            return None
-        # DeepSpeed writes its script into the folder that contains the folders of the steps.
-        whole, step = folder.parent or folder, f" --tag {folder.name}"
-    return f"DeepSpeed's parts of a model; merge them with `python {whole}/zero_to_fp32.py {whole} OUT{step}`"
-
-
 def _distributed(folder: Place, names: list[str]) -> str | None:
     inner = sorted(name for name in names if fnmatch(name, "pytorch_model_fsdp_*"))
     if inner:
         return f"FSDP's parts of a model; merge them with `accelerate merge-weights {folder.child(inner[0])} OUT`"
     if any(name.endswith(".distcp") for name in names):
         return (
-            f"a distributed checkpoint of torch; merge it with "
-            f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} OUT.pt`"
+            "a distributed checkpoint of torch without its file .metadata, which says what each holds; copy it as well"
         )
     return None
 
@@ -113,4 +103,4 @@ def _megatron(_folder: Place, names: list[str]) -> str | None:
     return None
 
 
-_COLLECTIONS: tuple[Callable[[Place, list[str]], str | None], ...] = (_adapter, _deepspeed, _distributed, _megatron)
+_COLLECTIONS: tuple[Callable[[Place, list[str]], str | None], ...] = (_adapter, parts_in, _distributed, _megatron)

@@ -147,7 +147,7 @@ def _run_in(folder: Folder) -> Run:
     if members:
         left_out |= dict.fromkeys((place.name for place in contents.loose), "is beside folders of checkpoints")
         run = _in_order(members, str(folder.place), left_out)
-        return run if contents.weights is None else _with_final(run, folder, contents.weights)
+        return run if contents.weights is None or contents.is_below else _with_final(run, folder, contents.weights)
     if contents.weights is not None:
         step = _step_of(folder) or 0
         return Run([Checkpoint(step, folder.place.address, files_beside(contents.weights, folder))], left_out)

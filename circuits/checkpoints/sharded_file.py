@@ -116,13 +116,28 @@ def read_index(index: Place) -> dict[str, str]:
     if not isinstance(table, dict) or not all(isinstance(shard, str) for shard in table.values()) or not table:
         raise QkovError(f"{index.address} names no tensors: expected a weight_map from names to files; copy it again")
     for name, shard in table.items():
-        # An index may come from anyone, so it names files, at most in folders below its own.
-        if any(refusal_of(part) for part in shard.split("/")):
-            raise QkovError(
-                f"{index.address} points outside its folder: it says that {name} is in {shard}, which is refused; "
-                f"put the files beside the index and correct their names in the index"
-            )
+        demand_inside(shard, name, index)
     return table
+
+
+def demand_inside(shard: str, name: str, index: Place) -> None:
+    """Refuse a file that is not in the folder of the index that names it, or below.
+
+    An index may come from anyone.
+
+    Args:
+        shard: The name of the file.
+        name: What it should hold.
+        index: The index.
+
+    Raises:
+        QkovError: The name leads out of the folder.
+    """
+    if any(refusal_of(part) for part in shard.split("/")):
+        raise QkovError(
+            f"{index.address} points outside its folder: it says that {name} is in {shard}, which is refused; "
+            f"put the files beside the index and correct their names in the index"
+        )
 
 
 def _folder(index: Place) -> Place:

@@ -57,22 +57,37 @@ def load_archive(path: Path) -> Loaded:
         DamagedError: The file is neither, or was cut short.
     """
     mapped = MappedFile(path)
-    if mapped[:4] == b"PK\x03\x04":
-        return _load_zip(mapped)
-    content = np.frombuffer(mapped, dtype=np.uint8)
-    return Loaded(_load_pickles(mapped, content), len(mapped), len(mapped))
+    return _load(mapped, np.frombuffer(mapped, dtype=np.uint8))
 
 
-def records(mapped: MappedFile) -> dict[str, np.ndarray | zipfile.ZipInfo]:
+def load_bytes(content: np.ndarray) -> Loaded:
+    """Load the bytes of a file of torch.save, or of a plain pickle, without running code.
+
+    Raises:
+        DamagedError: They are neither, or were cut short.
+    """
+    return _load(BytesIO(content.tobytes()), content)
+
+
+def _load(stream: Stream, content: np.ndarray) -> Loaded:
+    if bytes(content[:4]) == b"PK\x03\x04":
+        return _load_zip(stream, content)
+    return Loaded(_load_pickles(stream, content), content.size, content.size)
+
+
+def records(stream: Stream, content: np.ndarray) -> dict[str, np.ndarray | zipfile.ZipInfo]:
     """Return the bytes of each record of a zip archive by name, or what is known of it if it is compressed.
+
+    Args:
+        stream: The archive.
+        content: Its bytes.
 
     Raises:
         DamagedError: The archive is damaged.
     """
-    content = np.frombuffer(mapped, dtype=np.uint8)
     found: dict[str, np.ndarray | zipfile.ZipInfo] = {}
     try:
-        opened: Any = mapped
+        opened: Any = stream
         directory = zipfile.ZipFile(opened).infolist()
     except Exception as error:  # zipfile raises errors of many kinds for directories that are damaged
         raise DamagedError(f"its directory is damaged: {error}") from error
@@ -83,7 +98,7 @@ def records(mapped: MappedFile) -> dict[str, np.ndarray | zipfile.ZipInfo]:
             found[record.filename] = record
             continue
         begin = record.header_offset + _RECORD_HEADER
-        header = mapped[record.header_offset : begin]
+        header = content[record.header_offset : begin].tobytes()
         if len(header) < _RECORD_HEADER or header[:4] != b"PK\x03\x04" or record.flag_bits & 1:
             raise DamagedError(f"its record {record.filename} is not where its directory says")
         begin += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -93,8 +108,8 @@ def records(mapped: MappedFile) -> dict[str, np.ndarray | zipfile.ZipInfo]:
     return found
 
 
-def _load_zip(mapped: MappedFile) -> Loaded:
-    found = records(mapped)
+def _load_zip(archive: Stream, archived: np.ndarray) -> Loaded:
+    found = records(archive, archived)
     pickles = [name for name in found if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1:
         raise DamagedError("it is a zip archive without the data.pkl of torch.save")
@@ -106,7 +121,7 @@ def _load_zip(mapped: MappedFile) -> Loaded:
     storages = _Storages(lambda key: _stored_record(found, f"{folder}data/{key}"))
     stream = BytesIO(content.tobytes())
     machine = InertUnpickler(stream, Budget(content.size), storages.of_identifier, _load_nested)
-    return Loaded(machine.load(), content.size, len(mapped))
+    return Loaded(machine.load(), content.size, archived.size)
 
 
 def _stored_record(found: dict[str, np.ndarray | zipfile.ZipInfo], name: str) -> np.ndarray:
