@@ -135,7 +135,7 @@ def contents_of(folder: Folder) -> Contents:
         refusal = refusal or parts or foreign_weights(names)
         return Contents(None, [], refusal and f"{folder.place} holds {refusal}")
     models, others = models_among(loose)
-    return Contents(None, models, None, named | others)
+    return Contents(None, models, None, others=named | others)
 
 
 def _below(folder: Folder) -> list[Place]:
