@@ -16,6 +16,9 @@ from .named_layouts import TARGETS
 from .stacks import mapping_under, names_and_layouts, prefixes_of
 from .tensor_names import named
 
+#: A width above this is no weight's; a header without values may state any.
+_WIDEST = 2**27
+
 
 def fitting_families(file: TensorFile, prefix: str | None) -> dict[str, tuple[int, int, int]]:
     """Return the keys of the families whose names and shapes fit a file, best first, each with its score.
@@ -56,6 +59,8 @@ def _shapes_fit(mapping: Mapping, file: TensorFile, stack: dict[str, Any]) -> bo
         for template, layout in stack.get("beside", {}).items()
         for match in named(mapping.full_name(template), file.shapes)
     }
+    if not all(0 < size <= _WIDEST for size in sizes):
+        return False
     numbers = (None,) if mapping.heads.query is None else sorted(set().union(*map(_divisors, sizes)))
     return any(_fits(mapping, names, shapes, heads, beside) for heads in numbers)
 

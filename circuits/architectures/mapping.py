@@ -18,6 +18,9 @@ from .tensor_names import named, template_pattern
 
 _KEYS = (*MAPPING, *FACTS)
 
+#: tomllib takes time and memory in proportion to the square of the dots in a key.
+_DOTS = 200
+
 #: The names of one layer's tensors by role; several names if the template of the role contains {head}.
 Names = dict[str, tuple[str, ...]]
 
@@ -184,7 +187,10 @@ def read_mapping(path: Path | str) -> Mapping:
     if not Path(path).is_file():
         raise CallError(f"{origin} {'is not a regular file' if Path(path).exists() else 'does not exist'}")
     with named_input(origin, "TOML", "correct it", CallError):
-        table = tomllib.loads(Path(path).read_bytes().decode())
+        text = Path(path).read_bytes().decode()
+        if any(line.count(".") > _DOTS for line in text.split("\n")):
+            raise CallError(f"{origin} has a line with more than {_DOTS} dots; write tables in place of dotted keys")
+        table = tomllib.loads(text)
     with named_input(origin, "a mapping", "correct it", CallError):
         check_mapping(table, origin)
         return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)

@@ -79,13 +79,13 @@ def recognise(
         how += "" if config is None else f", with the values of {file.config_origin}"
     unknown = architecture.needs_config if config is None and family is None else ()
     origin = file.address if config is None else f"{file.config_origin} of {file.address}"
-    try:
-        with named_input(origin, architecture.title, "put the model's own config beside the weights"):
+    with named_input(origin, architecture.title, "put the model's own config beside the weights"):
+        try:
             mapped = list(_mappings(architecture, file, config, unknown, heads, prefix, family is not None))
-    except CallError as error:
-        if config is None:
-            raise
-        raise QkovError(f"{file.config_origin} of {file.address} cannot be used: {error}") from error
+        except CallError as error:
+            if config is None:
+                raise
+            raise QkovError(f"{origin} cannot be used: {error}") from error
     stacks = tuple(mapping for mapping, *_ in mapped)
     _demand_distinct(stacks, file)
     if not stacks:

@@ -9,7 +9,6 @@ from ..architectures.mapping import Mapping, Names
 from ..architectures.recognition import Recognised
 from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
-from ..checkpoints.sidecars import LOGGED
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters, demand_unscaled
 from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError, named_input
@@ -77,14 +76,14 @@ class OpenCheckpoint(AttentionSource):
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The numbers saved beside the weights: what a mapping names, and what the trainer's state logs.
+        """The numbers saved beside the weights, such as the loss.
 
         Raises:
             QkovError: The mapping names a scalar that the file does not hold.
         """
         if is_own(self.file):
             return own_scalars(self.file)
-        scalars = {name: float(self.file.training[name]) for name in LOGGED if name in self.file.training}
+        scalars = {}
         for mapping in self.stacks:
             for name, key in mapping.scalars.items():
                 if key not in self.file.scalars:
@@ -112,7 +111,8 @@ class OpenCheckpoint(AttentionSource):
             with named_input(self.file.address, f"{origins} describe layer {layer}", "correct what is wrong there"):
                 return read_layer(self.file, mapping, layer, names)
         except CallError as error:
-            raise QkovError(f"{self.file.address}: {error}") from error
+            # What the file holds is wrong, not a call.
+            raise QkovError(str(error)) from error
 
 
 def open_checkpoint(

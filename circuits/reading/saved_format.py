@@ -9,9 +9,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..architectures.mapping import Mapping
-from ..architectures.named_layouts import LAYOUTS
+from ..architectures.named_layouts import LAYOUTS, TARGETS
 from ..checkpoints.tensor_file import TensorFile
-from ..errors import named_input
+from ..errors import QkovError, named_input
 from ..storage.atomic_write import write_atomically
 from ..weights.attention_weights import NAMES, AttentionWeights
 
@@ -52,8 +52,15 @@ def is_own(file: TensorFile) -> bool:
 
 
 def own_mapping(file: TensorFile) -> Mapping:
-    """Return the mapping of a file that qkov saved, which holds factors or collapsed circuits."""
-    roles = {name.rsplit(".W_", 1)[1] for name in file.shapes}
+    """Return the mapping of a file that qkov saved, which holds factors or collapsed circuits.
+
+    Raises:
+        QkovError: The file holds a tensor that no such file has.
+    """
+    foreign = next((name for name in file.shapes if name.rpartition(".W_")[2] not in TARGETS), None)
+    if foreign is not None:
+        raise QkovError(f"{file.address} claims to be a {FORMAT!r}, but holds {foreign}; say what it is in a mapping")
+    roles = {name.rpartition(".W_")[2] for name in file.shapes}
     return Mapping(
         tensors={role: f"blocks.{{layer}}.attn.W_{role}" for role in sorted(roles)},
         layouts={role: LAYOUTS["transformer_lens"][role] for role in roles},

@@ -1,5 +1,6 @@
 """Places of files and folders: on this machine, or at any address that fsspec supports."""
 
+import errno
 import hashlib
 import os
 import stat
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import CallError, QkovError
+from ..errors import CallError, QkovError, reason
 from ..public_addresses import public_address
 
+#: What the operating system says of a path at which there is nothing, and can be nothing.
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 #: How many bytes of a file's beginning and of its end a stamp depends on.
 BLOCK = 65536
 
@@ -161,12 +164,12 @@ class LocalPlace(Place):
         return LocalPlace(self.path / name)
 
     def is_file(self) -> bool:
-        """Return whether the path is a file."""
-        return self.path.is_file()
+        """Return whether the path is a regular file."""
+        return stat.S_ISREG(self._mode())
 
     def is_folder(self) -> bool:
         """Return whether the path is a folder."""
-        return self.path.is_dir()
+        return stat.S_ISDIR(self._mode())
 
     def not_found(self, expected: str) -> QkovError:
         """Return the error that says that nothing is here, or something that is neither a file nor a folder."""
@@ -182,7 +185,9 @@ class LocalPlace(Place):
     def size(self) -> int | None:
         """Return the file's size in bytes."""
         with self._translated():
-            return self.path.stat().st_size
+            status = self.path.stat()
+        self._demand_regular(status.st_mode)
+        return status.st_size
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of the file, or all of them without a stop."""
@@ -216,7 +221,7 @@ class LocalPlace(Place):
         """Return the file's size and modification time."""
         try:
             status = self.path.stat()
-        except OSError:
+        except (OSError, ValueError):
             return None
         return status.st_size, status.st_mtime_ns
 
@@ -224,6 +229,18 @@ class LocalPlace(Place):
     def local_copy(self) -> Iterator[Path]:
         """Give the path itself."""
         yield self.path
+
+    def _mode(self) -> int:
+        """Return the kind and the permissions of what is at the path, 0 if nothing is there or can be."""
+        try:
+            with self._translated():
+                return self.path.stat().st_mode
+        except QkovError as error:
+            cause = error.__cause__
+            # No file system has a name with a zero byte, half a character, or thousands of characters.
+            if isinstance(cause, ValueError) or (isinstance(cause, OSError) and cause.errno in _NOTHING_THERE):
+                return 0
+            raise
 
     @contextmanager
     def _opened(self) -> Iterator[FileIO]:
@@ -233,13 +250,18 @@ class LocalPlace(Place):
         """
         with self._translated():
             descriptor = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-            mode = os.fstat(descriptor).st_mode
-            if not stat.S_ISREG(mode):
+            try:
+                self._demand_regular(os.fstat(descriptor).st_mode)
+            except BaseException:
                 os.close(descriptor)
-                kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
-                raise QkovError(f"{self.address} is {kind}; expected a regular file")
+                raise
             with FileIO(descriptor) as file:
                 yield file
+
+    def _demand_regular(self, mode: int) -> None:
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
+            raise QkovError(f"{self.address} is {kind}; expected a regular file")
 
     def _read_whole(self, file: FileIO, start: int, stop: int) -> np.ndarray:
         file.seek(start)
@@ -260,5 +282,5 @@ class LocalPlace(Place):
             yield
         except FileNotFoundError as error:
             raise CallError(f"{self.address} does not exist") from error
-        except OSError as error:
-            raise QkovError(f"{self.address} cannot be read ({error.strerror or error})") from error
+        except (OSError, ValueError) as error:
+            raise QkovError(f"{self.address} cannot be read ({reason(error)})") from error

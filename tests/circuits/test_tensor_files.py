@@ -236,7 +236,7 @@ def faults(tmp_path):
         ("tf_model.h5", CallError, "TensorFlow weights: .*safetensors"),
         ("weights.json", CallError, "ends in .json; expected one of .safetensors"),
         ("no_suffix", CallError, "ends in nothing; expected one of .safetensors"),
-        ("none.pt", CallError, "is not a file"),
+        ("none.pt", CallError, "does not exist"),
         ("folder", QkovError, "holds no checkpoint: expected files that end in .*, found nothing"),
     ],
 )

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from .readers import READERS
 from .stores import store_input
 from .undamaged import undamaged
 from .weights import config_input, index_input, safetensors_input
-from .worker import Outcome, outcome_of
+from .worker import BATCH, Outcome, outcomes
 
 #: The kinds of inputs, each drawn equally often.
 KINDS: dict[str, Generator] = {
@@ -81,18 +83,13 @@ def campaign(
     result = Findings()
     stop = None if seconds is None else time.monotonic() + seconds
     with _prepared() as folder:
-        number = first
-        while (inputs is None or number < first + inputs) and (stop is None or time.monotonic() < stop):
-            kind, item = input_numbered(seed, number)
-            outcome = outcome_of(item, _emptied(folder))
-            result.inputs += 1
-            result.outcomes[kind, outcome.kind] += 1
-            result.cpu, result.growth = max(result.cpu, outcome.cpu), max(result.growth, outcome.growth)
-            if outcome.is_finding:
-                result.findings.append((number, kind, outcome))
-                if reproducers is not None:
-                    keep(item, reproducers / f"{seed}-{number}-{outcome.kind.replace(' ', '-')}")
-            number += 1
+        numbered = (first + position for position in (count() if inputs is None else range(inputs)))
+        made = ((number, partial(_made, seed, number)) for number in numbered)
+        while some := list(islice(made, BATCH)):
+            for number, outcome in outcomes(some, folder):
+                _note(result, seed, number, outcome, reproducers)
+            if stop is not None and time.monotonic() > stop:
+                break
     return result
 
 
@@ -108,14 +105,29 @@ def again(folder: Path) -> Outcome:
     described = json.loads((folder / _DESCRIPTION).read_text())
     root = folder / "files"
     files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    with _prepared() as sandbox:
-        return outcome_of(Input(described["reader"], files, described["address"]), _emptied(sandbox))
+    return outcome_of(Input(described["reader"], files, described["address"]))
 
 
-def _emptied(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
+def outcome_of(item: Input) -> Outcome:
+    """Read one input."""
+    with _prepared() as folder:
+        ((_, outcome),) = outcomes([(0, lambda: item)], folder)
+    return outcome
+
+
+def _made(seed: int, number: int) -> Input:
+    return input_numbered(seed, number)[1]
+
+
+def _note(result: Findings, seed: int, number: int, outcome: Outcome, reproducers: Path | None) -> None:
+    kind = list(KINDS)[number % len(KINDS)]
+    result.inputs += 1
+    result.outcomes[kind, outcome.kind] += 1
+    result.cpu, result.growth = max(result.cpu, outcome.cpu), max(result.growth, outcome.growth)
+    if outcome.is_finding:
+        result.findings.append((number, kind, outcome))
+        if reproducers is not None:
+            keep(_made(seed, number), reproducers / f"{seed}-{number}-{outcome.kind.replace(' ', '-')}")
 
 
 @contextmanager
@@ -123,9 +135,10 @@ def _prepared() -> Iterator[Path]:
     """Read undamaged inputs in this process, with one thread, so that no forked one has to set up anything."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="qkov-fuzz-") as name:
-        folder = Path(name).resolve() / "sandbox"
+        folder = Path(name).resolve()
         for item in undamaged():
-            sandbox = _emptied(folder) / "input"
+            sandbox = folder / "input"
+            shutil.rmtree(sandbox, ignore_errors=True)
             item.write(sandbox)
             READERS[item.reader](sandbox / item.address if item.address else sandbox, sandbox)
         gc.collect()

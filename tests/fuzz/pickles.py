@@ -3,13 +3,14 @@
 import io
 import pickle
 import random
-import struct
+import warnings
 import zipfile
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from qkov.circuits.architectures.families import architectures
+from qkov.circuits.architectures.families import Architecture, architectures
 
 from .inputs import Input
 from .mutations import NUMBERS, STRINGS, as_json, junk, mutated_bytes, mutated_table
@@ -67,12 +68,23 @@ class _Pickler(pickle._Pickler):  # The one in Python can be taught to write any
         super().save(obj, save_persistent_id)
 
 
+#: What torch.save takes for the module pickle.
+_AS_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler, dump=pickle.dump, DEFAULT_PROTOCOL=2)
+
+
 def torch_input(order: random.Random) -> Input:
     """A file of torch.save that is wrong in its bytes, in its pickle, or in what it holds."""
     family = order.choice(list(architectures().values()))
     tensors: dict[str, Any] = torch_tensors(tensors_of(family, order))
+    with warnings.catch_warnings():
+        # torch warns of tensors as odd as these.
+        warnings.simplefilter("ignore")
+        return _torch_input(tensors, family, order)
+
+
+def _torch_input(tensors: dict[str, Any], family: Architecture, order: random.Random) -> Input:
     saved = _wrapped(_with_odd_tensors(tensors, order), family, order)
-    match order.randrange(7):
+    match order.randrange(10):
         case 0:
             content = _saved(saved, zipped=False)
             content = mutated_bytes(content, order) if order.random() < 0.8 else content[: order.randrange(4000)]
@@ -81,10 +93,9 @@ def torch_input(order: random.Random) -> Input:
         case 2 | 3:
             content = _with_pickle(_saved(saved), lambda pickled: mutated_bytes(pickled, order), order)
         case 4:
-            held = {**saved, "extra": _Wants(order)} if isinstance(saved, dict) else [saved, _Wants(order)]
-            content = _with_pickle(
-                _saved({}), lambda _: _pickled(held if order.random() < 0.5 else _Wants(order)), order
-            )
+            wants = _Wants(order)
+            held = {**saved, "extra": wants} if isinstance(saved, dict) else [*saved, wants]
+            content = _saved(order.choice((held, wants, {"model": tensors, "args": [wants]})), order.random() < 0.5)
         case 5:
             held = (_Wants(order), {"a": _Wants(order)}, [_Wants(order)], _shared(order), junk(order))
             content = _pickled(order.choice(held))
@@ -94,14 +105,14 @@ def torch_input(order: random.Random) -> Input:
         ("model.pt", "pytorch_model.bin", "ckpt_7.pt", "lit_model.pth", "a.ckpt", "consolidated.00.pth")
     )
     files = {name: content}
-    if order.random() < 0.3:
+    if order.random() < 0.8:
         files["config.json"] = as_json(config_of(family, order), order)
     return Input("checkpoint", files)
 
 
 def _saved(value: Any, zipped: bool = True) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
+    torch.save(value, buffer, pickle_module=_AS_PICKLE, _use_new_zipfile_serialization=zipped)
     return buffer.getvalue()
 
 
@@ -187,12 +198,3 @@ def _holding_itself(tensors: dict[str, Any]) -> dict[str, Any]:
     held: dict[str, Any] = {"model": dict(tensors)}
     held["model"]["again"] = held
     return held
-
-
-def bare_numpy(order: random.Random) -> bytes:
-    """Return the bytes of a numpy file with a header that may be wrong."""
-    header = {"descr": order.choice(("<f4", "|O", "<f8", ">i2")), "fortran_order": False, "shape": (8, 8)}
-    if order.random() < 0.5:
-        header["shape"] = (order.choice(NUMBERS), 8)
-    text = (repr(header) + "\n").encode()
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(8 * 8 * 4)

@@ -32,7 +32,7 @@ def store_input(order: random.Random) -> Input:
     if order.random() < 0.1:
         step = order.choice(("", " ", "a", "-1", "9" * 30, "\x1b[31m", "a\nb", "٣", "3"))
         files[f"steps/step-{step}.parquet"] = files[parquet[0]]
-    return Input("report" if order.random() < 0.05 else "store", files)
+    return Input("report" if order.random() < 0.3 else "store", files)
 
 
 @cache

@@ -78,7 +78,7 @@ def safetensors_input(order: random.Random) -> Input:
             header["__metadata__"] = {"qkov": json.dumps(mutated_table(settings, order))}
             content = safetensors_bytes(header, data)
     files = {order.choice(("model.safetensors", "step_7.safetensors")): content}
-    if order.random() < 0.4:
+    if order.random() < 0.8:
         files["config.json"] = as_json(config_of(family, order), order)
     if order.random() < 0.1:
         state = {"global_step": 7, "log_history": [{"step": 5, "loss": 1.5, "learning_rate": 0.1}, {"step": 7}]}
@@ -118,10 +118,12 @@ def index_input(order: random.Random) -> Input:
         files[shard] = mutated_bytes(files[shard], order)
     if order.random() < 0.1:
         del files[order.choice(list(files))]
-    if order.random() < 0.5:
-        weight_map[order.choice(names)] = order.choice((*STRINGS, "model.safetensors.index.json"))
-    files["model.safetensors.index.json"] = as_json(mutated_table(index, order), order)
     if order.random() < 0.3:
+        weight_map[order.choice(names)] = order.choice((*STRINGS, "model.safetensors.index.json"))
+    files["model.safetensors.index.json"] = as_json(
+        mutated_table(index, order) if order.random() < 0.4 else index, order
+    )
+    if order.random() < 0.8:
         files["config.json"] = as_json(config_of(family, order), order)
     return Input("checkpoint", files)
 

@@ -1,4 +1,5 @@
-"""Reads one input in a forked process, with limits of time and memory, and notes what it did outside of its folder.
+"""Reads inputs in forked processes, with limits of time and memory, and notes what each did outside of its
+folder.
 
 The audit hook sees what goes through Python: files that it opens, processes, sockets, and code that it compiles or
 runs. What torch, pyarrow and safetensors open in C++ it does not see.
@@ -7,11 +8,15 @@ runs. What torch, pyarrow and safetensors open in C++ it does not see.
 import json
 import os
 import resource
+import select
+import shutil
 import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,8 @@ from .readers import READERS
 
 #: Seconds of CPU time that an input may take.
 CPU_SECONDS = 2
+#: Inputs that one process reads; forking takes longer than reading one.
+BATCH = 50
 #: Seconds after which an input that uses no CPU time counts as hanging, on a machine with much else to do.
 PATIENCE = 60
 #: Bytes by which memory may grow whatever the size of the input.
@@ -77,88 +84,121 @@ class Outcome:
         return self.kind not in ("read", "refused")
 
 
-def outcome_of(item: Input, folder: Path) -> Outcome:
-    """Write an input into an empty folder, read it in a forked process, and return what became of it."""
-    sandbox = folder / "input"
-    sandbox.mkdir()
-    item.write(sandbox)
+def outcomes(items: Iterable[tuple[int, Callable[[], Input]]], folder: Path) -> Iterator[tuple[int, Outcome]]:
+    """Read inputs in forked processes, and yield the number and the outcome of each.
+
+    A process reads up to `BATCH` inputs, each with limits of its own; one that a limit ended is followed by another.
+
+    Args:
+        items: The number of each input, and a function that makes it.
+        folder: The folder in which each input gets an empty folder of its own.
+    """
+    rest = list(items)
+    while rest:
+        batch, answered = rest[:BATCH], 0
+        for outcome in _batch(batch, folder):
+            yield batch[answered][0], outcome
+            answered += 1
+        rest = rest[answered:]
+
+
+def _batch(batch: list[tuple[int, Callable[[], Input]]], folder: Path) -> Iterator[Outcome]:
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(receiving)
         try:
-            _work(item, sandbox, sending)
+            _work(batch, folder, sending)
         finally:
             os._exit(0)
     os.close(sending)
-    answer, status, usage = _answer(receiving, child)
-    os.close(receiving)
-    canary = folder / CANARY
-    if canary.exists():
-        canary.unlink()
-        return Outcome("code ran", "a file was written that only code of the input writes")
-    if answer is None:
-        cpu = usage.ru_utime + usage.ru_stime
-        if cpu >= CPU_SECONDS * 0.95:
-            return Outcome("over time", f"more than {CPU_SECONDS} s of CPU time", cpu)
-        return Outcome("died", f"the process ended with status {status} and said nothing", cpu)
-    outcome = Outcome(**answer)
-    return _judged(outcome, item)
+    answered, hanging = 0, False
+    with os.fdopen(receiving, "rb", buffering=0) as pipe:
+        for line in _lines(pipe):
+            if line is None:
+                hanging = True
+                os.kill(child, signal.SIGKILL)
+                break
+            answered += 1
+            yield Outcome(**json.loads(line))
+    _, status = os.waitpid(child, 0)
+    if answered == len(batch):
+        return
+    if hanging:
+        yield Outcome("hangs", f"no answer within {PATIENCE} s")
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        yield Outcome("over time", f"more than {CPU_SECONDS + 1} s of CPU time", CPU_SECONDS + 1)
+    else:
+        yield Outcome("died", f"the process ended with status {status} and said nothing")
 
 
-def _judged(outcome: Outcome, item: Input) -> Outcome:
-    if outcome.is_finding:
-        return outcome
-    if outcome.events:
-        return Outcome("outside", "; ".join(outcome.events[:5]), outcome.cpu, outcome.growth)
-    if outcome.cpu > CPU_SECONDS:
-        return Outcome("over time", f"{outcome.cpu:.2f} s of CPU time", outcome.cpu, outcome.growth)
-    if outcome.growth > max(4 * item.size, GROWTH):
-        return Outcome(
-            "over memory", f"{outcome.growth / 1e6:.0f} MB for {item.size} bytes", outcome.cpu, outcome.growth
-        )
-    return outcome
-
-
-def _answer(receiving: int, child: int) -> tuple[dict[str, Any] | None, int, resource.struct_rusage]:
-    parts = []
-    stop = time.monotonic() + PATIENCE
-    import select
-
+def _lines(pipe: FileIO) -> Iterator[bytes | None]:
+    """Yield the lines of a pipe, and None if none comes for too long."""
+    held = b""
     while True:
-        ready, _, _ = select.select([receiving], [], [], max(0.0, stop - time.monotonic()))
+        ready, _, _ = select.select([pipe], [], [], PATIENCE)
         if not ready:
-            os.kill(child, signal.SIGKILL)
-            break
-        part = os.read(receiving, 65536)
+            yield None
+            return
+        part = pipe.read(65536)
         if not part:
-            break
-        parts.append(part)
-    _, status, usage = os.wait4(child, 0)
-    return (json.loads(b"".join(parts)) if parts else None), status, usage
+            return
+        *lines, held = (held + part).split(b"\n")
+        yield from lines
 
 
-def _work(item: Input, sandbox: Path, sending: int) -> None:
-    in_use = int(_status("VmSize"))
+def _work(batch: list[tuple[int, Callable[[], Input]]], folder: Path, sending: int) -> None:
+    in_use = _status("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _ADDRESS_SPACE,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS + 1, CPU_SECONDS + 1))
-    os.chdir(sandbox)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    events: list[str] = []
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    sandbox, hook = folder / "input", _Hook(str(folder / "input"))
+    sys.addaudithook(hook)
+    for _, make in batch:
+        hook.is_on = False
+        os.chdir(folder)
+        item = make()
+        shutil.rmtree(sandbox, ignore_errors=True)
+        sandbox.mkdir()
+        os.chdir(sandbox)
+        item.write(sandbox)
+        outcome = _measured(item, sandbox, hook)
+        if (folder / CANARY).exists():
+            (folder / CANARY).unlink()
+            outcome = Outcome("code ran", "a file was written that only code of the input writes")
+        os.write(sending, json.dumps(vars(_judged(outcome, item))).encode() + b"\n")
+
+
+def _measured(item: Input, sandbox: Path, hook: "_Hook") -> Outcome:
+    limit = int(time.process_time()) + CPU_SECONDS + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    # The peak of memory begins anew.
+    Path("/proc/self/clear_refs").write_text("5")
     before, of_files = _status("VmRSS"), _status("RssFile") + _status("RssShmem")
+    hook.events, hook.is_on = [], True
     begun = time.process_time()
-    sys.addaudithook(_Hook(str(sandbox), events))
     outcome = _read(item, sandbox)
     outcome.cpu = time.process_time() - begun
+    hook.is_on = False
     # Pages of libraries that this process touches for the first time are no growth of an idle process's memory.
     mapped = max(0, _status("RssFile") + _status("RssShmem") - of_files)
     outcome.growth = max(0, _status("VmHWM") - before - mapped)
-    outcome.events = events
-    content = json.dumps(vars(outcome)).encode()
-    while content:
-        content = content[os.write(sending, content) :]
+    outcome.events = hook.events[:5]
+    return outcome
+
+
+def _judged(outcome: Outcome, item: Input) -> Outcome:
+    limit, grown = max(4 * item.size, GROWTH), f"{outcome.growth / 1e6:.0f} MB for {item.size} bytes"
+    broken = (
+        ("outside", "; ".join(outcome.events), bool(outcome.events)),
+        ("over time", f"{outcome.cpu:.2f} s of CPU time", outcome.cpu > CPU_SECONDS),
+        ("over memory", grown, outcome.growth > limit),
+    )
+    for kind, evidence, is_broken in broken:
+        if is_broken and not outcome.is_finding:
+            return replace(outcome, kind=kind, what=evidence)
+    return outcome
 
 
 def _read(item: Input, sandbox: Path) -> Outcome:
@@ -193,10 +233,12 @@ def _status(name: str) -> int:
 class _Hook:
     """Notes what an input makes this process do outside of its folder."""
 
-    def __init__(self, sandbox: str, events: list[str]) -> None:
-        self.sandbox, self.events = sandbox, events
+    def __init__(self, sandbox: str) -> None:
+        self.sandbox, self.events, self.is_on = sandbox, [], False
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_on:
+            return
         if event == "open":
             path, mode, flags = arguments
             if isinstance(path, (str, bytes)):

@@ -1,1 +1,0 @@
-"""Training steps: how names, patterns, files and sidecars state them."""
