@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from ..checkpoints.quantised import other_form
 from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError, QkovError, named_input
 from .config_lookups import Config, cases, filled, look_up
@@ -15,6 +16,7 @@ from .fitting import fitting_families
 from .head_counts import StatedHeads
 from .layouts import width_of_model
 from .mapping import Mapping, Names, seen
+from .named_layouts import TARGETS
 from .stack_heads import demand_config_of_same_model, heads_of_stack, stated_width
 from .stacks import mapping_under, needs_heads, prefixes_of, weight_names
 from .stated_facts import UNKNOWN
@@ -94,6 +96,9 @@ def recognise(
         hint = (
             seen(names) if fitting is None else f"its names fit {fitting}; to read it as that, give --family {fitting}"
         )
+        form = other_form(names)
+        if form is not None:
+            raise QkovError(f"{file.address} is {architecture.title} ({how}), but {form}, save it, and read that")
         raise QkovError(
             f"{file.address} should be {architecture.title} ({how}), but holds none of its attention weights: "
             f"expected {wanted}; {hint}"
@@ -151,6 +156,9 @@ def _by_names(file: TensorFile, prefix: str | None) -> Architecture:
             )
     fitting = fitting_families(file, prefix)
     if not fitting:
+        form = other_form(set(file.shapes))
+        if form is not None:
+            raise QkovError(f"the weights of {file.address} cannot be read: {form}, save it, and read that")
         for what, reason in skipped(file.shapes).items():
             raise QkovError(f"{file.address} holds nothing to measure: {what}: {reason}")
         raise QkovError(
@@ -190,6 +198,11 @@ def _mappings(
             )
         if not prefixes:
             continue
+        first = next(iter(mapping_under(prefixes[0], table).layers(names).values()))
+        role = next(role for role in first if role in TARGETS)
+        form = other_form(names, first[role][0])
+        if form is not None:
+            raise QkovError(f"{first[role][0]} of {file.address} cannot be read: {form}, save it, and read that")
         if heads is not None:
             table["heads"] = heads
         table = with_biases(table, prefixes[0], names)

@@ -13,9 +13,6 @@ ARRAYS = (".npy", ".npz", ".pkl", ".pickle")
 #: The extensions of files of weights.
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", *ARRAYS)
 
-#: What is appended to the name of a quantised weight to name its scales.
-_SCALES = ("_scale_inv", "_scale")
-
 #: A value beside the tensors of a file: n_head, a loss, the name of an activation.
 Plain = bool | int | float | str
 
@@ -109,24 +106,3 @@ def demand_no_adapters(names: Iterable[str], address: str) -> None:
     """
     if any(".lora_" in name for name in names):
         raise QkovError(f"{address} holds LoRA adapters beside its weights; merge them first (merge_and_unload)")
-
-
-def demand_unscaled(wanted: Iterable[str], names: Iterable[str], address: str) -> None:
-    """Refuse tensors that have scales of their own, as in files quantised to float8.
-
-    Args:
-        wanted: The names of the tensors to be read.
-        names: The names of all tensors.
-        address: Where they were found, for the message.
-
-    Raises:
-        QkovError: One of the wanted tensors is quantised.
-    """
-    present = set(names)
-    for name in wanted:
-        scale = next((name + end for end in _SCALES if name + end in present), None)
-        if scale is not None:
-            raise QkovError(
-                f"{name} of {address} is quantised (its scales are {scale}), and quantised weights cannot be read; "
-                f"load the model dequantised, for example in bfloat16, and save it again"
-            )

@@ -9,7 +9,7 @@ from ..architectures.mapping import Mapping, Names
 from ..architectures.recognition import Recognised
 from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
-from ..checkpoints.tensor_file import TensorFile, demand_no_adapters, demand_unscaled
+from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
 from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError, named_input
 from ..storage.places import Place
@@ -40,7 +40,7 @@ class OpenCheckpoint(AttentionSource):
             recognised: The mappings of its stacks.
 
         Raises:
-            QkovError: The file does not hold the tensors that a mapping names, or holds them quantised.
+            QkovError: The file does not hold the tensors that a mapping names.
         """
         self.file = file
         self.address = file.address
@@ -56,8 +56,6 @@ class OpenCheckpoint(AttentionSource):
         self._names = [
             (mapping, layer, names) for mapping in self.stacks for layer, names in mapping.layers(file.shapes).items()
         ]
-        wanted = [name for *_, names in self._names for of_role in names.values() for name in of_role]
-        demand_unscaled(wanted, file.shapes, file.address)
 
     @property
     def layer_keys(self) -> list[tuple[str, int]]:

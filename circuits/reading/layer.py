@@ -9,6 +9,7 @@ from torch import Tensor
 from ..architectures.head_counts import demand_counts
 from ..architectures.layouts import arrange_layer, groups
 from ..architectures.mapping import Mapping, Names
+from ..checkpoints.quantised import read_weights
 from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError
 from ..weights.attention_weights import AttentionWeights
@@ -67,7 +68,7 @@ def _is_centred(W: Tensor) -> bool:
 
 def _read(file: TensorFile, mapping: Mapping, names: Names) -> dict[str, Tensor]:
     """Return the tensors of a layer by role; heads that have tensors of their own are stacked."""
-    read = file.read([name for of_role in names.values() for name in of_role])
+    read = read_weights(file, [name for of_role in names.values() for name in of_role])
     return {
         role: _stacked([read[name] for name in of_role], of_role, mapping.layouts.get(role))
         if "{head}" in mapping.tensors[role]
