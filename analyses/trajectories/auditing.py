@@ -27,7 +27,7 @@ def audit(
     run: Path | str,
     *,
     revisions: str | None = None,
-    progress: Callable[[int, int, int], None] | None = None,
+    progress: Callable[[int, int, int | None], None] | None = None,
     options: ReadingOptions | Mapping | None = None,
     **reading: Unpack[ReadingKeywords],
 ) -> Integrity:
@@ -67,7 +67,7 @@ def audit(
 def audit_checkpoints(
     checkpoints: list[Checkpoint],
     options: ReadingOptions,
-    progress: Callable[[int, int, int], None] | None = None,
+    progress: Callable[[int, int, int | None], None] | None = None,
 ) -> Integrity:
     """Audit checkpoints that were found; each is read once, one layer at a time.
 
@@ -87,11 +87,10 @@ def audit_checkpoints(
             tables.append(_contents(checkpoint, options))
         except QkovError as error:
             # A wrong call is wrong at the first checkpoint already.
-            if isinstance(error, CallError) and position == 0:
+            is_call = isinstance(error, CallError) and position == 0
+            if is_call or checkpoint.step is None or len(unknown) + 1 == len(checkpoints):
                 raise
             unknown[checkpoint.step] = str(error)
-            if len(unknown) == len(checkpoints):
-                raise
         if progress is not None:
             progress(position + 1, len(checkpoints), checkpoint.step)
     return integrity_of(pd.concat(tables, ignore_index=True), unknown)
@@ -125,8 +124,9 @@ def store_integrity(store: RunStore, contents: pd.DataFrame) -> Integrity:
         store: The store.
         contents: What `RunStore.contents` returned.
     """
-    measured, known = set(store.steps()), set(contents["step"])
-    expected = {checkpoint["step"] for checkpoint in store.description()["checkpoints"]}
+    measured, known = {step for step in store.steps() if step is not None}, set(contents["step"])
+    listed = {checkpoint["step"] for checkpoint in store.description()["checkpoints"]}
+    expected = {step for step in listed if step is not None}
     unknown: dict[int, str] = dict.fromkeys(sorted(measured - known), NOT_NOTED)
     unknown |= dict.fromkeys(sorted(expected - measured), "it is not in the store yet.")
     return replace(integrity_of(contents, unknown), left_out=store.description()["left_out"])

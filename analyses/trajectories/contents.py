@@ -6,7 +6,7 @@ from typing import Any
 from ...circuits.weights.content import LayerContent
 
 
-def content_columns(contents: Iterable[LayerContent], step: int, source: str) -> dict[str, Any]:
+def content_columns(contents: Iterable[LayerContent], step: int | None, source: str) -> dict[str, Any]:
     """Return the contents of a checkpoint's layers as the columns of `RunStore.contents`.
 
     Args:

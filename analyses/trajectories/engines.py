@@ -22,7 +22,7 @@ ENGINES = ("loky", "dask", "ray")
 PATIENCE = 10
 
 #: The step of a measurement, and whether anything was measured, or the error that prevented it.
-Outcome = tuple[int, bool | Exception]
+Outcome = tuple[int | None, bool | Exception]
 
 # Typed as Any because joblib and Dask declare these arguments more narrowly than they accept them.
 _ONE_BY_ONE: dict[str, Any] = {"batch_size": 1}
@@ -38,7 +38,7 @@ _LOCAL_CLUSTER: dict[str, Any] = {
 class Engine(ABC):
     """Does measurements, in any order."""
 
-    def run(self, measurements: Sequence[Measurement]) -> Generator[tuple[int, bool], None, None]:
+    def run(self, measurements: Sequence[Measurement]) -> Generator[tuple[int | None, bool], None, None]:
         """Do the measurements, and yield the step of each and whether anything was measured.
 
         After an error no new measurement begins; those that have begun are finished before the error of the earliest
@@ -51,7 +51,7 @@ class Engine(ABC):
             QkovError: A measurement failed, or the cluster cannot be reached.
             WorkerLostError: A worker ended without an answer.
         """
-        errors: dict[int, Exception] = {}
+        errors: dict[int | None, Exception] = {}
 
         def until_an_error() -> Iterator[Measurement]:
             for measurement in measurements:
@@ -68,7 +68,7 @@ class Engine(ABC):
                 else:
                     yield step, outcome
         if errors:
-            raise errors[min(errors)]
+            raise errors[min(errors, key=lambda step: -1 if step is None else step)]
 
     def _checked_outcomes(self, measurements: Iterator[Measurement]) -> Generator[Outcome, None, None]:
         try:

@@ -97,6 +97,9 @@ def integrity_of(contents: pd.DataFrame, unknown: dict[int, str] | None = None) 
         contents: The contents, with the columns of `RunStore.contents`.
         unknown: Why the content of other steps is unknown, by step.
     """
+    if contents["step"].isna().all():
+        # A single checkpoint whose step is not known is no series, and there is nothing to compare it with.
+        return Integrity(checked=[], unknown=unknown or {}, findings=[], frozen=[], untested=[])
     contents = contents.sort_values(["step", "stack", "layer"], ignore_index=True)
     others = other_layers(contents)
     excluded = [step for finding in others for step in finding.steps]

@@ -54,15 +54,16 @@ def files_to_read(checkpoint: Checkpoint, folder: Path | None) -> CheckpointFile
     return checkpoint.files.converted(lambda place: KeptPlace(place, folder / str(checkpoint.step)))
 
 
-def drop_all_but(folder: Path, steps: set[int]) -> None:
+def drop_all_but(folder: Path, steps: set[int | None]) -> None:
     """Delete what is kept of all checkpoints but those of some steps.
 
     Args:
         folder: The folder in which files are kept.
         steps: The steps whose files stay.
     """
+    names = {str(step) for step in steps}
     for kept in folder.glob("*"):
-        if int(kept.name) not in steps:
+        if kept.name not in names:
             shutil.rmtree(kept, ignore_errors=True)
 
 

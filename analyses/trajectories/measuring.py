@@ -12,6 +12,7 @@ from torch import Tensor
 from ...circuits.algebra.circuit import Circuit
 from ...circuits.algebra.measure import FACTOR_QUANTITIES, measure
 from ...circuits.algebra.threads import side_by_side
+from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.errors import QkovError
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.composition import composition_scores
@@ -55,6 +56,7 @@ def checkpoint_rows(
     identity = {
         "source": source,
         "step": current.checkpoint.step,
+        "stated_step": current.stated_step,
         "basis": view.basis,
         "score_scale": False,
         "previous_step": None if before is None else before.checkpoint.step,
@@ -78,7 +80,7 @@ def checkpoint_rows(
             quantities[name] |= _group_quantities(weights, name, view)
             if earlier is not None and before is not None:
                 old = _counterpart(circuit, current, view.circuits(earlier), before, name)
-                quantities[name] |= motion(circuit, old, current.checkpoint.step - before.checkpoint.step)
+                quantities[name] |= motion(circuit, old, _steps_between(before.checkpoint, current.checkpoint))
         return [identity | row for row in _layer_rows(weights, circuits, quantities, view)]
 
     layers = zip(
@@ -207,10 +209,16 @@ def _counterpart(circuit: Circuit, current: Opened, circuits: dict[str, Circuit]
     return counterpart
 
 
+def _steps_between(before: Checkpoint, current: Checkpoint) -> int:
+    if before.step is None or current.step is None:
+        raise QkovError(f"{before.address} and {current.address} are compared, but their steps are not known")
+    return current.step - before.step
+
+
 def _reference_name(reference: Opened | None, directions: TaskDirections | None) -> str | None:
     if directions is not None:
         return directions.name
-    return None if reference is None else f"step {reference.checkpoint.step}"
+    return None if reference is None else f"{reference.checkpoint.unit} {reference.checkpoint.step}"
 
 
 def _finite(circuit: Circuit) -> list[bool]:

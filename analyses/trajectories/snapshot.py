@@ -18,7 +18,7 @@ from .store import table_of
 from .view import Opened, View
 
 #: The columns that only a series of checkpoints has.
-_OF_A_RUN = ("source", "step", "previous_step", "reference", "effective_ratio", *MOTION)
+_OF_A_RUN = ("source", "step", "stated_step", "previous_step", "reference", "effective_ratio", *MOTION)
 
 
 def circuit_table(
@@ -59,5 +59,5 @@ def circuit_table(
         )
     view = View.of(basis, rotary_offset)
     view.demand_possible(opened, opened.address)
-    rows = checkpoint_rows(Opened(Checkpoint(0, opened.address), opened), None, None, None, view, opened.address)
+    rows = checkpoint_rows(Opened(Checkpoint(None, opened.address), opened), None, None, None, view, opened.address)
     return table_of(rows).drop(columns=[column for column in _OF_A_RUN if column in rows[0]])

@@ -16,12 +16,15 @@ from ...circuits.storage.atomic_write import remove_stale, write_atomically
 
 FORMAT = "qkov run store 2"
 _KEY = b"qkov"
+#: What stands in a file's name in place of a step that is not known.
+_UNKNOWN = "unknown"
 
 #: The columns that state which circuit a row measures, and how.
 IDENTITY = pa.schema(
     [
         ("source", pa.string()),
         ("step", pa.int64()),
+        ("stated_step", pa.int64()),
         ("stack", pa.string()),
         ("layer", pa.int32()),
         ("head", pa.int32()),
@@ -80,6 +83,8 @@ CONTENTS = pa.schema(
 class RunStore:
     """A folder with run.json and `steps/step-000001000.parquet`, one file for each checkpoint.
 
+    The file of a single checkpoint whose step is not known is `steps/step-unknown.parquet`; None stands for its step.
+
     Under the same names, `contents/` holds a hash of each layer's weights, and `composition/` the composition scores,
     if they were measured. The folders hold nothing but Parquet files, and the step is a column, so pandas, polars,
     DuckDB and `datasets` can read them as they are. Each file contains a key of what it was made from, and counts as
@@ -117,15 +122,15 @@ class RunStore:
         """The folder of the Parquet files with the hashes of the layers."""
         return self.folder / "contents"
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int | None) -> Path:
         """Return the path of the file of a step."""
         return self.steps_folder / _name(step)
 
-    def composition_path(self, step: int) -> Path:
+    def composition_path(self, step: int | None) -> Path:
         """Return the path of the file with the composition scores of a step."""
         return self.composition_folder / _name(step)
 
-    def contents_path(self, step: int) -> Path:
+    def contents_path(self, step: int | None) -> Path:
         """Return the path of the file with the hashes of the layers at a step."""
         return self.contents_folder / _name(step)
 
@@ -166,7 +171,7 @@ class RunStore:
             return False
         return _key_of(path) == key
 
-    def write(self, step: int, key: str, rows: list[dict[str, Any]]) -> None:
+    def write(self, step: int | None, key: str, rows: list[dict[str, Any]]) -> None:
         """Write the rows of a step.
 
         Args:
@@ -197,12 +202,12 @@ class RunStore:
 
     def drop_after(self, step: int) -> list[int]:
         """Delete the files of all steps after this one, and return these steps."""
-        dropped = [later for later in self.steps() if later > step]
+        dropped = [later for later in self.steps() if later is not None and later > step]
         for later in dropped:
             self.path(later).unlink(missing_ok=True)
         return dropped
 
-    def write_composition(self, step: int, key: str, columns: dict[str, Any]) -> None:
+    def write_composition(self, step: int | None, key: str, columns: dict[str, Any]) -> None:
         """Write the composition scores of a step.
 
         Args:
@@ -212,7 +217,7 @@ class RunStore:
         """
         self._write(self.composition_path(step), key, pa.Table.from_pydict(columns, schema=COMPOSITION))
 
-    def write_contents(self, step: int, key: str, columns: dict[str, Any]) -> None:
+    def write_contents(self, step: int | None, key: str, columns: dict[str, Any]) -> None:
         """Write the contents of the layers at a step; this comes before `write`, with the same key.
 
         Args:
@@ -243,7 +248,7 @@ class RunStore:
         pq.write_table(table.replace_schema_metadata({_KEY: key.encode()}), buffer)
         write_atomically(path, buffer.getvalue(), scratch=self.folder)
 
-    def steps(self) -> list[int]:
+    def steps(self) -> list[int | None]:
         """Return the steps that the store holds, in order."""
         return _steps(self.steps_folder)
 
@@ -260,11 +265,11 @@ class RunStore:
         with named_input(self.folder, "a run store", "delete what is damaged and track again"):
             return _sorted(self._read([self.path(step) for step in steps]))
 
-    def composition_steps(self) -> list[int]:
+    def composition_steps(self) -> list[int | None]:
         """Return the steps whose composition scores the store holds, in order."""
         return _steps(self.composition_folder)
 
-    def composition(self, step: int) -> pd.DataFrame:
+    def composition(self, step: int | None) -> pd.DataFrame:
         """Return the composition scores of a step, layer by layer.
 
         Raises:
@@ -311,10 +316,12 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=schema)
 
 
-def _name(step: int) -> str:
-    return f"step-{step:09d}.parquet"
+def _name(step: int | None) -> str:
+    return f"step-{_UNKNOWN}.parquet" if step is None else f"step-{step:09d}.parquet"
 
 
-def _steps(folder: Path) -> list[int]:
-    names = (re.fullmatch(r"step-([0-9]{1,18})", path.stem) for path in folder.glob("step-*.parquet") if path.is_file())
-    return sorted({int(name[1]) for name in names if name})
+def _steps(folder: Path) -> list[int | None]:
+    files = [path for path in folder.glob("step-*.parquet") if path.is_file()]
+    names = (re.fullmatch(r"step-([0-9]{1,18})", path.stem) for path in files)
+    known: list[int | None] = [*sorted({int(name[1]) for name in names if name})]
+    return known + [None] * any(path.stem == f"step-{_UNKNOWN}" for path in files)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...circuits.checkpoints.runs import Checkpoint
+from ...circuits.checkpoints.steps.stated import stated_step
 from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.content import ContentRecorder
@@ -26,9 +27,9 @@ class OpenedLast:
 
     options: ReadingOptions
     kept_in: Path | None = None
-    held: dict[int, Opened] = field(default_factory=dict)
+    held: dict[int | None, Opened] = field(default_factory=dict)
 
-    def keep(self, steps: set[int]) -> None:
+    def keep(self, steps: set[int | None]) -> None:
         """Close all checkpoints but those of some steps."""
         self.held = {step: opened for step, opened in self.held.items() if step in steps}
 
@@ -36,7 +37,10 @@ class OpenedLast:
         """Return a checkpoint, which is opened unless it is open already."""
         if checkpoint.step not in self.held:
             files = files_to_read(checkpoint, self.kept_in)
-            self.held[checkpoint.step] = Opened(checkpoint, open_checkpoint(files, self.options))
+            weights = open_checkpoint(files, self.options)
+            stated = stated_step(weights.file)
+            number = None if stated is None or stated.unit != checkpoint.unit else stated.number
+            self.held[checkpoint.step] = Opened(checkpoint, weights, number)
         return self.held[checkpoint.step]
 
 
@@ -71,12 +75,12 @@ class Measurement:
     kept_in: Path | None = None
 
     @property
-    def step(self) -> int:
-        """The step of training."""
+    def step(self) -> int | None:
+        """The step of training; None if it is not known."""
         return self.checkpoint.step
 
     @property
-    def needed(self) -> set[int]:
+    def needed(self) -> set[int | None]:
         """The steps of the checkpoints that the measurement reads."""
         checkpoints = (self.checkpoint, self.before, self.reference)
         return {checkpoint.step for checkpoint in checkpoints if checkpoint is not None}

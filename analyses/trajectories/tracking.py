@@ -1,7 +1,7 @@
 """Track circuits over training: measure every checkpoint of a run into a run store that can be resumed."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,13 +32,14 @@ class Tracked:
 
     Attributes:
         store: The run store.
-        measured: The steps that were measured by this call.
+        measured: The steps that were measured by this call; None stands for the step of a single checkpoint that is not
+            known.
         kept: The steps that the store held already.
     """
 
     store: RunStore
-    measured: list[int]
-    kept: list[int]
+    measured: list[int | None]
+    kept: list[int | None]
 
 
 def track(
@@ -53,7 +54,7 @@ def track(
     address: str | None = None,
     revisions: str | None = None,
     directions: TaskDirections | None = None,
-    progress: Callable[[int, int, int, bool], None] | None = None,
+    progress: Callable[[int, int, int | None, bool], None] | None = None,
     options: ReadingOptions | Mapping | None = None,
     **reading: Unpack[ReadingKeywords],
 ) -> Tracked:
@@ -113,13 +114,13 @@ def track(
         }
     )
     source = _source(run)
-    reference_step = _pinned_reference(target, source, settings, checkpoints)
-    no_longer_there = sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints})
-    fingerprints = {checkpoint.step: checkpoint.fingerprint() for checkpoint in checkpoints}
+    fingerprints = [checkpoint.fingerprint() for checkpoint in checkpoints]
     with folder_for_keeping(checkpoints) as kept_in:
         # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
         first = open_checkpoint(files_to_read(checkpoints[0], kept_in), chosen_reading)
         view.demand_possible(first, first.file.address)
+        checkpoints = [checkpoints[0].stated_by(first.file), *checkpoints[1:]]
+        reference_step = _pinned_reference(target, source, settings, checkpoints)
         target.describe(
             {
                 "source": source,
@@ -128,23 +129,31 @@ def track(
                 "recognised": first.recognised,
                 "skipped": first.skipped,
                 "left_out": found_run.left_out,
+                "notes": found_run.notes,
+                "unit": checkpoints[0].unit,
                 "versions": versions(),
                 "checkpoints": [
-                    {"step": checkpoint.step, "uri": checkpoint.address, "fingerprint": fingerprints[checkpoint.step]}
-                    for checkpoint in checkpoints
+                    {
+                        "step": checkpoint.step,
+                        "step_origin": checkpoint.step_origin,
+                        "uri": checkpoint.address,
+                        "fingerprint": fingerprint,
+                    }
+                    for checkpoint, fingerprint in zip(checkpoints, fingerprints, strict=True)
                 ],
-                "no_longer_there": no_longer_there,
+                "no_longer_there": _sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints}),
             }
         )
-        reference = next((checkpoint for checkpoint in checkpoints if checkpoint.step == reference_step), None)
+        reference = next((each for each in checkpoints if each.step is not None and each.step == reference_step), None)
+        fingerprint_of = {checkpoint.step: each for checkpoint, each in zip(checkpoints, fingerprints, strict=True)}
         common = {"settings": settings, "qkov": version("qkov")}
         measurements = []
         for position, checkpoint in enumerate(checkpoints):
             before = checkpoints[position - 1] if position else None
-            made_from = common | {"checkpoint": fingerprints[checkpoint.step]}
+            made_from = common | {"checkpoint": fingerprint_of[checkpoint.step]}
             key = made_from | {
-                "previous": None if before is None else [before.step, fingerprints[before.step]],
-                "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
+                "previous": None if before is None else [before.step, fingerprint_of[before.step]],
+                "reference": None if reference is None else [reference.step, fingerprint_of[reference.step]],
             }
             measurements.append(
                 Measurement(
@@ -168,13 +177,13 @@ def _measure(
     measurements: list[Measurement],
     store: RunStore,
     engine: Engine,
-    progress: Callable[[int, int, int, bool], None] | None,
+    progress: Callable[[int, int, int | None, bool], None] | None,
     kept_in: Path | None,
 ) -> Tracked:
-    measured: list[int] = []
-    kept: list[int] = []
+    measured: list[int | None] = []
+    kept: list[int | None] = []
 
-    def note(step: int, new: bool) -> None:
+    def note(step: int | None, new: bool) -> None:
         (measured if new else kept).append(step)
         if progress is not None:
             progress(len(measured) + len(kept), len(measurements), step, new)
@@ -198,7 +207,11 @@ def _measure(
             f"a worker was killed or ran out of memory: {done} of {len(measurements)} checkpoints are measured and "
             f"remain in the store; run the same command again for the rest"
         ) from error
-    return Tracked(store=store, measured=sorted(measured), kept=sorted(kept))
+    return Tracked(store=store, measured=_sorted(measured), kept=_sorted(kept))
+
+
+def _sorted(steps: Iterable[int | None]) -> list[int | None]:
+    return sorted(steps, key=lambda step: -1 if step is None else step)
 
 
 def _source(run: Path | str) -> str:

@@ -20,10 +20,12 @@ class Opened:
     Attributes:
         checkpoint: The checkpoint, with its step and its name.
         weights: The source of its layers.
+        stated_step: The step that the checkpoint's own files state, in the unit of the run; None if they state none.
     """
 
     checkpoint: Checkpoint
     weights: AttentionSource
+    stated_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..storage.places import Place
 from .folders import Folder, weights_of
-from .step_names import marked_step
+from .steps.names import step_in
 from .tensor_file import SUFFIXES
 
 TRAINER_STATE = "trainer_state.json"
@@ -26,11 +26,14 @@ class CheckpointFiles:
         weights: The file or index of the weights.
         config: The file with the model's dimensions, if there is one.
         trainer_state: The trainer's state, if there is one.
+        parts: All files of the weights if they are spread over several, each with the numbers of its layer and head,
+            joined by a dot; `weights` is the first of them.
     """
 
     weights: Place
     config: Place | None = None
     trainer_state: Place | None = None
+    parts: tuple[tuple[str, Place], ...] = ()
 
     @property
     def sidecars(self) -> list[Place]:
@@ -40,7 +43,8 @@ class CheckpointFiles:
     def converted(self, convert: Callable[[Place], Place]) -> "CheckpointFiles":
         """Return the same files with each place replaced by what `convert` returns for it."""
         config, state = (place and convert(place) for place in (self.config, self.trainer_state))
-        return CheckpointFiles(convert(self.weights), config, state)
+        parts = tuple((part, convert(place)) for part, place in self.parts)
+        return CheckpointFiles(parts[0][1] if parts else convert(self.weights), config, state, parts)
 
 
 def files_at(place: Place) -> CheckpointFiles:
@@ -58,7 +62,7 @@ def files_at(place: Place) -> CheckpointFiles:
     return files_beside(place, None if place.parent is None else Folder(place.parent))
 
 
-def files_beside(weights: Place, folder: Folder | None) -> CheckpointFiles:
+def files_beside(weights: Place, folder: Folder | None, of_run: Folder | None = None) -> CheckpointFiles:
     """Find the config and the trainer's state that belong to some weights.
 
     The config of a run may also be in the folder above, if the folder of the weights is that of a step.
@@ -66,6 +70,7 @@ def files_beside(weights: Place, folder: Folder | None) -> CheckpointFiles:
     Args:
         weights: The file or index of the weights.
         folder: The folder that holds the weights.
+        of_run: The folder above, if it is known to be that of the run.
 
     Returns:
         The weights together with the files found.
@@ -77,8 +82,9 @@ def files_beside(weights: Place, folder: Folder | None) -> CheckpointFiles:
         return CheckpointFiles(weights)
     names = _CONFIGS_OF.get(weights.name, _CONFIGS)
     config = _first_file(folder, names)
-    if config is None and folder.parent is not None and marked_step(folder.place.name) is not None:
-        config = _first_file(folder.parent, names)
+    above = folder.parent if of_run is None and step_in(folder.place.name) is not None else of_run
+    if config is None and above is not None:
+        config = _first_file(above, names)
     return CheckpointFiles(weights, config, folder.file(TRAINER_STATE))
 
 

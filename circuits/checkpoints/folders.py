@@ -1,12 +1,13 @@
 """Folders of checkpoints: what they contain, and which of their files are a model's weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import PurePath
 
 from ..errors import QkovError
 from ..storage.places import Place
+from .companions import models_among
 from .parallel.deepspeed import whole_model
 from .parallel.distributed_file import METADATA, is_distributed
 from .refusals import foreign_weights, parts_without_index, unreadable_collection
@@ -93,16 +94,18 @@ class Contents:
         loose: Other files of weights.
         refusal: Why weights that exist cannot be read, and what to do about it.
         is_below: Whether the weights are in a folder below this one.
+        others: What the files are that end as files of weights do and are not; by name.
     """
 
     weights: Place | None
     loose: list[Place]
     refusal: str | None
     is_below: bool = False
+    others: dict[str, str] = field(default_factory=dict)
 
 
 def contents_of(folder: Folder) -> Contents:
-    """Look for weights in a folder without opening them.
+    """Look for weights in a folder; files are opened only where their names leave open which of them are models.
 
     Raises:
         QkovError: The folder cannot be listed.
@@ -120,15 +123,19 @@ def contents_of(folder: Folder) -> Contents:
         own = METADATA if is_distributed(names) else whole_model(names)
     if own is not None:
         return Contents(entries[own], [], None)
-    loose = [] if refusal or parts else [entry for name, entry in entries.items() if _is_loose(name, entry)]
+    files = [entry for name, entry in entries.items() if PurePath(name).suffix in SUFFIXES and entry.is_file()]
+    named = {file.name: "is what training saves beside the weights, by its name" for file in files if _is_beside(file)}
+    loose = [] if refusal or parts else [file for file in files if file.name not in named]
     # Arrays are taken for weights where there are no other files of weights.
-    loose = [entry for entry in loose if entry.suffix not in ARRAYS] or loose
+    loose = [file for file in loose if file.suffix not in ARRAYS] or loose
     below = [] if loose else _below(folder)
     if len(below) == 1:
         return Contents(below[0], [], None, is_below=True)
     if not loose:
         refusal = refusal or parts or foreign_weights(names)
-    return Contents(None, loose, refusal and f"{folder.place} holds {refusal}")
+        return Contents(None, [], refusal and f"{folder.place} holds {refusal}")
+    models, others = models_among(loose)
+    return Contents(None, models, None, others=named | others)
 
 
 def _below(folder: Folder) -> list[Place]:
@@ -176,7 +183,5 @@ def _is_left_over(name: str, entries: dict[str, Place]) -> bool:
     return not set(read_index(entries[name]).values()) <= set(entries)
 
 
-def _is_loose(name: str, entry: Place) -> bool:
-    if PurePath(name).suffix not in SUFFIXES or any(fnmatch(name, pattern) for pattern in _COMPANIONS):
-        return False
-    return entry.is_file()
+def _is_beside(file: Place) -> bool:
+    return any(fnmatch(file.name, pattern) for pattern in _COMPANIONS)

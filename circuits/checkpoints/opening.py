@@ -7,11 +7,12 @@ from ..storage.address import place_of
 from ..storage.places import Place
 from .array_file import ArrayFile
 from .files import CheckpointFiles, files_at
+from .joined_files import JoinedFiles
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .refusals import foreign_format, partial_weights
 from .safetensors_file import SafetensorsFile
 from .sharded_file import ShardedWeights
-from .sidecars import read_config, training_values
+from .sidecars import LOGGED, read_config, training_values
 from .tensor_file import SUFFIXES, TensorFile
 from .torch_file import TorchFile
 
@@ -32,13 +33,19 @@ def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bo
         QkovError: The weights cannot be read.
     """
     files = address if isinstance(address, CheckpointFiles) else files_at(place_of(address))
-    file = _open(files.weights, trust_pickle)
+    file = _open(files.weights, trust_pickle) if not files.parts else _joined(files, trust_pickle)
     file.partial = partial_weights(files.weights.name)
     if files.config is not None:
         file.config, file.config_origin = read_config(files.config), files.config.name
     if files.trainer_state is not None:
-        file.values |= training_values(read_config(files.trainer_state), files.trainer_state)
+        file.training = training_values(read_config(files.trainer_state), files.trainer_state)
+        file.values |= {name: value for name, value in file.training.items() if name in LOGGED}
     return file
+
+
+def _joined(files: CheckpointFiles, trust_pickle: bool) -> TensorFile:
+    opened = {part: _open(place, trust_pickle) for part, place in files.parts}
+    return JoinedFiles(f"{files.weights.address} and {len(opened) - 1} more", opened)
 
 
 def _open(place: Place, trust_pickle: bool) -> TensorFile:

@@ -5,7 +5,10 @@ from typing import Any
 
 from ..errors import QkovError, named_input
 from ..storage.places import Place
-from .tensor_file import Plain
+
+#: What a trainer's state calls the step of the weights, and what it logs.
+STEP = "global_step"
+LOGGED = ("loss", "learning_rate")
 
 
 def read_config(place: Place) -> dict[str, Any]:
@@ -48,29 +51,31 @@ def _demand_no_more_entries(table: Any, most: int) -> None:
         rest += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
 
 
-def training_values(state: dict[str, Any], place: Place) -> dict[str, Plain]:
-    """Return the loss and the learning rate that the trainer logged last, at or before the step of the weights.
+def training_values(state: dict[str, Any], place: Place) -> dict[str, int | float]:
+    """Return the trainer's step, and the loss and the learning rate that it logged last, at or before that step.
 
     Args:
         state: The trainer's state.
         place: The file that it was read from, for messages.
 
     Returns:
-        The values under the names `loss` and `learning_rate`, as far as they were logged.
+        The values under the names `global_step`, `loss` and `learning_rate`, as far as the state has them.
 
     Raises:
         QkovError: The state is damaged.
     """
-    values: dict[str, Plain] = {}
+    values: dict[str, int | float] = {}
     with named_input(place, "a trainer's state, whose log_history is a list of logged steps"):
         step = global_step(state)
+        if step is not None:
+            values[STEP] = step
         for entry in state.get("log_history", []):
             if step is None or entry["step"] <= step:
-                values |= {name: float(entry[name]) for name in ("loss", "learning_rate") if name in entry}
+                values |= {name: float(entry[name]) for name in LOGGED if name in entry}
     return values
 
 
 def global_step(state: dict[str, Any]) -> int | None:
     """Return the step of a trainer's state, or None if the state does not say it."""
-    step = state.get("global_step")
-    return step if isinstance(step, int) else None
+    step = state.get(STEP)
+    return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**63 else None

@@ -29,6 +29,7 @@ class TensorFile(ABC):
         collections: The keys of each list, and of each dictionary keyed by numbers, whose members hold tensors. The
             tensors of a member are named with its key, as in `checkpoints.0.weight`.
         unread: What is in the file and is not read, with the reason.
+        training: What the trainer's state beside the weights says: `global_step`, `loss` and `learning_rate`.
         config: The model's dimensions and settings, or None.
         config_origin: Where the config was found: "config.json", "model_args in the file" and so on.
         partial: A sentence that says so if the file is only a part of a model, or None.
@@ -48,6 +49,7 @@ class TensorFile(ABC):
         self.lists: dict[str, tuple[Plain, ...]] = {}
         self.collections: dict[str, tuple[Any, ...]] = {}
         self.unread: dict[str, str] = {}
+        self.training: dict[str, int | float] = {}
         self.config: dict[str, Any] | None = None
         self.config_origin: str | None = None
         self.partial: str | None = None

@@ -23,6 +23,10 @@ from .tensor_file import TensorFile
 CONFIGS = ("model_args", "model_config", "config", "cfg", "hyper_parameters", "hparams", "args")
 
 
+class NoTensorsError(QkovError):
+    """A file that can be read holds no tensor."""
+
+
 class TorchFile(TensorFile):
     """A file written by torch.save, or another pickle, whose tensors stay on the disk until they are read."""
 
@@ -72,7 +76,7 @@ def _sentence(place: Place, why: str) -> str:
 
 def _nothing_in(loaded: Any, unread: Dictionary[str, str], place: Place) -> QkovError:
     if not unread:
-        return QkovError(
+        return NoTensorsError(
             f"{place} holds a {type(loaded).__name__} without tensors; expected a dictionary of tensors, such as a "
             f"state dict"
         )

@@ -50,7 +50,7 @@ class UnwrappedNames(TensorFile):
         self._file = file
         self.stored = stored
         self.shapes = _Renamed(file.shapes, stored)
-        self.metadata, self.values = file.metadata, file.values
+        self.metadata, self.values, self.training = file.metadata, file.values, file.training
         self.lists, self.collections, self.unread = file.lists, file.collections, file.unread
         self.waits, self.partial = file.waits, file.partial
         self.config, self.config_origin = file.config, file.config_origin

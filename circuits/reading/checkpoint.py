@@ -9,6 +9,7 @@ from ..architectures.mapping import Mapping, Names
 from ..architectures.recognition import Recognised
 from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
+from ..checkpoints.sidecars import LOGGED
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
 from ..checkpoints.wrapped_names import unwrapped
 from ..errors import CallError, QkovError, named_input
@@ -74,14 +75,14 @@ class OpenCheckpoint(AttentionSource):
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The numbers saved beside the weights, such as the loss.
+        """The numbers saved beside the weights: what a mapping names, and what the trainer's state logs.
 
         Raises:
             QkovError: The mapping names a scalar that the file does not hold.
         """
         if is_own(self.file):
             return own_scalars(self.file)
-        scalars = {}
+        scalars = {name: float(self.file.training[name]) for name in LOGGED if name in self.file.training}
         for mapping in self.stacks:
             for name, key in mapping.scalars.items():
                 if key not in self.file.scalars:

@@ -1,5 +1,6 @@
 """The command `qkov inspect`."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,25 +39,29 @@ def inspect(
     demand_supported("torch", "safetensors", "fsspec")
 
     from ...circuits.checkpoints.runs import find_run
+    from ...circuits.checkpoints.steps.step import step_in_words
     from ...circuits.public_addresses import public_address
     from ...circuits.reading.checkpoint import open_checkpoint
     from ...circuits.reading.inspection import inspect_checkpoint
-    from .inspection_text import inspection_lines
+    from .inspection_text import inspection_lines, run_facts, run_lines
 
-    run = find_run(checkpoint, revisions)
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
-    facts = inspect_checkpoint(open_checkpoint(run.checkpoints[-1].files, options))
-    steps = [each.step for each in run.checkpoints]
+    run = find_run(checkpoint, revisions)
+    if not as_json:
+        for line in run_lines(public_address(checkpoint), run):
+            print(line)
+    opened = open_checkpoint(run.checkpoints[-1].files, options)
+    last = run.checkpoints[-1].stated_by(opened.file)
+    facts = inspect_checkpoint(opened)
     comparison, lines = _compared(checkpoint, run, options)
     if as_json:
-        print_json({**facts, "steps": steps, "left_out": run.left_out, "integrity": comparison})
+        run = replace(run, checkpoints=[*run.checkpoints[:-1], last])
+        print_json({**facts, **run_facts(run), "integrity": comparison})
         return
-    print(
-        f"{public_address(checkpoint)}: {len(steps)} checkpoint{'s' * (len(steps) > 1)}, step {steps[0]}"
-        + f" to {steps[-1]}" * (len(steps) > 1)
-    )
-    for name, reason in run.left_out.items():
-        print(f"left out {name}: {reason}")
+    if last.step != run.checkpoints[-1].step:
+        print(f"its {step_in_words(last.step, last.unit)}: {last.step_origin}")
+    if not run.notes and (disagreement := last.disagreement(opened.file)) is not None:
+        print(f"note: {disagreement}")
     for line in lines:
         print(line)
     print(f"opened {facts['address']}: {facts['tensors']} tensors")

@@ -2,8 +2,15 @@
 
 import json
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...circuits.checkpoints.steps.step import step_in_words
+
+if TYPE_CHECKING:
+    from ...circuits.checkpoints.runs import Run
+
+#: How many steps are listed at most.
+_STEPS = 12
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 _POSITIONS = {"alibi": "ALiBi", "relative": "a relative bias on the scores", "absolute": "absolute", "none": "none"}
 
@@ -25,6 +32,44 @@ def inspection_lines(facts: dict[str, Any]) -> list[str]:
             "saved beside the weights: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items())
         )
     return lines
+
+
+def run_facts(run: "Run") -> dict[str, Any]:
+    """Return the steps of a run and how they are known, in a form that JSON can hold."""
+    return {
+        "steps": [checkpoint.step for checkpoint in run.checkpoints],
+        "step_origins": [checkpoint.step_origin for checkpoint in run.checkpoints],
+        "unit": run.checkpoints[0].unit,
+        "notes": run.notes,
+        "left_out": run.left_out,
+    }
+
+
+def run_lines(address: str, run: "Run") -> list[str]:
+    """Return the steps of a run, how they are known, and what was left out, as lines of text.
+
+    Args:
+        address: The address of the run, as it was typed.
+        run: The run.
+    """
+    checkpoints = run.checkpoints
+    first, last = checkpoints[0], checkpoints[-1]
+    span = step_in_words(first.step, first.unit) + (f" to {last.step}" if len(checkpoints) > 1 else "")
+    lines = [f"{address}: {len(checkpoints)} checkpoint{'s' * (len(checkpoints) > 1)}, {span}"]
+    by_origin: dict[str, list[str]] = {}
+    for checkpoint in checkpoints:
+        if checkpoint.step_origin is not None:
+            by_origin.setdefault(checkpoint.step_origin, []).append(str(checkpoint.step))
+    for origin, steps in by_origin.items():
+        lines.append(f"  {first.unit}{'s' * (len(steps) > 1)} {_shortened(steps)}: {origin}")
+    if not by_origin:
+        lines.append("  neither its name nor what was read of its files states a step")
+    lines += [f"note: {note}" for note in run.notes]
+    return lines + [f"left out {name}: {reason}" for name, reason in run.left_out.items()]
+
+
+def _shortened(steps: list[str]) -> str:
+    return ", ".join(steps) if len(steps) <= _STEPS else ", ".join([*steps[: _STEPS - 1], "...", steps[-1]])
 
 
 def _tensor(role: str, name: str, layouts: dict[str, str]) -> str:

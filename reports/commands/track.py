@@ -59,6 +59,8 @@ def track(
     demand_supported("torch", "safetensors", "fsspec", "joblib", "pandas", "pyarrow", "matplotlib", "jinja2")
 
     from ...analyses.trajectories.tracking import track as track_run
+    from ...circuits.checkpoints.steps.step import step_in_words
+    from ..pages.run_facts import step_notes
     from ..pages.run_report import write_run_report
 
     out = default_folder(run) if out is None else out
@@ -75,7 +77,7 @@ def track(
             revisions=revisions,
             options=reading_options(mapping, family, heads, prefix, trust_pickle),
             progress=lambda done, total, step, new: progress.update(
-                done, total, f"step {step} {'measured' if new else 'already measured'}"
+                done, total, f"{step_in_words(step)} {'measured' if new else 'already measured'}"
             ),
         )
     report = write_run_report([tracked.store], out / "report.html", command=command_as_typed())
@@ -84,7 +86,10 @@ def track(
         return
     new = len(tracked.measured)
     print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} already measured")
-    for name, reason in tracked.store.description()["left_out"].items():
+    description = tracked.store.description()
+    for note in step_notes(tracked.store.table(), description):
+        print(f"note: {note}")
+    for name, reason in description["left_out"].items():
         print(f"left out {name}: {reason}")
     print(f"store: {out}")
     print(f"report: {report}")

@@ -10,6 +10,7 @@ from ...analyses.trajectories.auditing import NOT_NOTED, store_integrity
 from ...analyses.trajectories.integrity import frozen_sentences, unknown_sentences
 from ...analyses.trajectories.store import RunStore
 from ...circuits.algebra.factor_steps import LARGEST_DISAGREEMENT
+from ...circuits.checkpoints.steps.step import step_in_words
 from ...circuits.weights.layer_keys import layer_label, layer_name
 from .page import number
 
@@ -68,7 +69,8 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
         description: The description of its store.
     """
     steps = np.unique(table["step"])
-    first, last = table[table["step"] == steps[0]], table[table["step"] == steps[-1]]
+    first, last = at_step(table, steps[0]), at_step(table, steps[-1])
+    unit = description.get("unit", "step")
     changes = []
     for circuit in ("QK", "OV"):
         norms = [rows[rows["circuit"] == circuit]["frobenius_norm"].median() for rows in (first, last)]
@@ -76,7 +78,8 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
             changes.append({"circuit": circuit, "first": norms[0], "last": norms[1]})
     damaged = table[~table["finite"]]
     flagged = [
-        f"step {row['step']}, {layer_name(row['stack'], row['layer'])}, head {row['head']}, W_{row['circuit']}"
+        f"{step_in_words(row['step'], unit)}, {layer_name(row['stack'], row['layer'])}, head {row['head']}, "
+        f"W_{row['circuit']}"
         for row in damaged.head(_NAMES).to_dict("records")
     ]
     left_out = [f"{name}: {reason}" for name, reason in (description["left_out"] | description["skipped"]).items()]
@@ -87,8 +90,9 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
         "recognised": description["recognised"],
         "steps": len(steps),
         "expected": len(description["checkpoints"]),
-        "first": int(steps[0]),
-        "last": int(steps[-1]),
+        "span": step_in_words(steps[0], unit) + (f" to {int(steps[-1])}" if len(steps) > 1 else ""),
+        "saved": _saved(last) if len(steps) == 1 else "",
+        "notes": step_notes(table, description),
         "layers": len(last[["stack", "layer"]].drop_duplicates()),
         "stacks": [stack for stack in last["stack"].unique() if stack],
         "heads": heads_in(table),
@@ -133,6 +137,36 @@ def integrity_facts(store: RunStore, table: pd.DataFrame) -> dict[str, Any]:
             *frozen_sentences(integrity),
         ],
     }
+
+
+def at_step(table: pd.DataFrame, step: Any) -> pd.DataFrame:
+    """Return the rows of a step; NaN stands for a step that is not known."""
+    return table[table["step"].isna()] if np.isnan(step) else table[table["step"] == step]
+
+
+def step_notes(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:
+    """Return what has to be said about the steps of a run: epochs, and checkpoints that state other steps.
+
+    Args:
+        table: The table of its store.
+        description: The description of its store.
+    """
+    unit = description.get("unit", "step")
+    notes = [*description.get("notes", ())]
+    if unit == "epoch":
+        notes.append("only epochs are known, so epochs take the place of steps")
+    if "stated_step" in table:
+        others = table[table["stated_step"].notna() & table["step"].notna() & (table["stated_step"] != table["step"])]
+        for step, stated in others[["step", "stated_step"]].drop_duplicates().itertuples(index=False):
+            notes.append(f"the checkpoint taken for {step_in_words(step, unit)} states {step_in_words(stated, unit)}")
+    return notes
+
+
+def _saved(rows: pd.DataFrame) -> str:
+    """Return the numbers saved with a single checkpoint, in words."""
+    columns = [str(column) for column in rows if str(column).startswith("training_")]
+    values = {column: rows[column].iloc[0] for column in columns if rows[column].notna().any()}
+    return ", ".join(f"{name.removeprefix('training_').replace('_', ' ')} {number(values[name], 4)}" for name in values)
 
 
 def _untested(table: pd.DataFrame, description: dict[str, Any]) -> list[str]:

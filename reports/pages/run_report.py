@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 
 from ...analyses.trajectories.store import RunStore
+from ...circuits.checkpoints.steps.step import step_in_words
 from ...circuits.errors import CallError, named_input
 from ...circuits.weights.layer_keys import layer_name
 from ..drawing.panels import Panel, Series, draw, swatch
 from .page import number, rendered, write_html
-from .run_facts import composition_table, heads_in, integrity_facts, run_facts
+from .run_facts import at_step, composition_table, heads_in, integrity_facts, run_facts
 from .run_sections import CIRCUITS, SECTIONS, Quantity
 
 #: Maximum number of lines in a panel, each of its own colour. More heads are gathered by layer, or all together.
@@ -55,6 +56,8 @@ def _page(stores: list[RunStore], command: str | None) -> str:
     tables = {label: store.table() for label, store in zip(labels, stores, strict=True)}
     over = _axis(tables)
     groups = _groups(tables, over)
+    units = {described.get("unit", "step") for described in descriptions.values()}
+    unit = units.pop() if len(units) == 1 else "step"
     log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
     style = {group.label: position for position, group in enumerate(groups)}
     sections = []
@@ -63,9 +66,10 @@ def _page(stores: list[RunStore], command: str | None) -> str:
             drawn
             for quantity in quantities
             for circuit in quantity.circuits
-            if (drawn := _panel(quantity, circuit, groups, style, over, log_steps and over == "step")) is not None
+            if (drawn := _panel(quantity, circuit, groups, style, over, unit, log_steps)) is not None
         ]
         if panels:
+            caption = caption.replace("per training step", "per training step" if unit == "step" else f"per {unit}")
             sections.append({"title": title, "caption": caption, "panels": panels})
     return rendered(
         "run.html.j2",
@@ -80,9 +84,9 @@ def _page(stores: list[RunStore], command: str | None) -> str:
         legend=[{"swatch": swatch(style[group.label], dots=False), "label": group.label} for group in groups],
         gathered=any(heads_in(group.rows) > 1 for group in groups),
         sections=sections,
-        losses=_saved_panels(tables, style, losses=True),
-        saved=_saved_panels(tables, style, losses=False),
-        spectra=_spectra_panels(tables),
+        losses=_saved_panels(tables, style, unit, losses=True),
+        saved=_saved_panels(tables, style, unit, losses=False),
+        spectra=_spectra_panels(tables, unit),
         offsets=_offset_panel(groups, style),
         composition=composition_table(dict(zip(labels, stores, strict=True))),
         heads=_head_rows(tables),
@@ -110,8 +114,9 @@ def _title(stores: int, over: str) -> str:
 
 def _axis(tables: dict[str, pd.DataFrame]) -> str:
     """Return the horizontal axis: the training step, or the layer if there is one checkpoint of each model."""
-    single = all(table["step"].nunique() == 1 for table in tables.values())
-    return "layer" if single and any(table["layer"].nunique() > 1 for table in tables.values()) else "step"
+    single = all(table["step"].nunique(dropna=False) == 1 for table in tables.values())
+    shows_layers = any(table["layer"].nunique() > 1 or table["step"].isna().any() for table in tables.values())
+    return "layer" if single and shows_layers else "step"
 
 
 def _groups(tables: dict[str, pd.DataFrame], over: str) -> list[_Group]:
@@ -119,9 +124,11 @@ def _groups(tables: dict[str, pd.DataFrame], over: str) -> list[_Group]:
         return [_Group(label, table) for label, table in tables.items()]
     (table,) = tables.values()
     heads, layers = list(table.groupby(["stack", "layer", "head"])), list(table.groupby(["stack", "layer"]))
-    if over == "step" and len(heads) <= _LINES:
+    # Over the layers, only what is in one layer can be told apart by lines.
+    is_split = over == "step" or table["layer"].nunique() == 1
+    if is_split and len(heads) <= _LINES:
         return [_Group(f"{layer_name(str(stack), layer)}, head {head}", rows) for (stack, layer, head), rows in heads]
-    if over == "step" and len(layers) <= _LINES:
+    if is_split and len(layers) <= _LINES:
         return [_Group(layer_name(str(stack), layer), rows) for (stack, layer), rows in layers]
     stacks = list(table.groupby("stack"))
     if len(stacks) > 1:
@@ -135,8 +142,9 @@ def _spaced_logarithmically(steps: pd.Series) -> bool:
 
 
 def _panel(
-    quantity: Quantity, circuit: str, groups: list[_Group], style: dict[str, int], over: str, log_steps: bool
+    quantity: Quantity, circuit: str, groups: list[_Group], style: dict[str, int], over: str, unit: str, log_steps: bool
 ) -> Any:
+    axis = unit if over == "step" else over
     series = []
     for group in groups:
         rows = group.rows[group.rows["circuit"] == circuit]
@@ -151,18 +159,18 @@ def _panel(
     title = (
         quantity.label
         if len(quantity.circuits) == 1 and quantity.column == "effective_ratio"
-        else f"{name} {quantity.label}"
+        else f"{name} {quantity.label}".replace("per step", f"per {unit}")
     )
     # A logarithmic axis cannot show values that are nowhere positive.
     log = quantity.log and any((line.y > 0).any() for line in series)
     return draw(
         Panel(
             title=title,
-            description=f"{quantity.column.replace('_', ' ')} of W_{circuit} against the {over}",
-            x_label=over,
+            description=f"{quantity.column.replace('_', ' ')} of W_{circuit} against the {axis}",
+            x_label=axis,
             y_label="",
             series=series,
-            x_log=log_steps,
+            x_log=log_steps and over == "step",
             y_log=log,
             x_integer=over == "layer",
             y_limits=quantity.limits,
@@ -170,8 +178,11 @@ def _panel(
     )
 
 
-def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses: bool) -> list[Any]:
-    """Draw the scalars that were saved beside the weights, each in its panel: either the losses or the others."""
+def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], unit: str, losses: bool) -> list[Any]:
+    """Draw the scalars that were saved beside the weights, each in its panel: either the losses or the others.
+
+    What was saved at a step that is not known has no place on the axis; the facts of the run state it.
+    """
     columns = sorted(
         {str(column) for table in tables.values() for column in table if str(column).startswith("training_")}
     )
@@ -182,7 +193,7 @@ def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses
             continue
         series = []
         for label, table in tables.items():
-            if column in table and table[column].notna().any():
+            if column in table and (table[column].notna() & table["step"].notna()).any():
                 over = table.groupby("step")[column].first()
                 series.append(Series(over.index, over.to_numpy(), style.get(label, 0)))
         if not series:
@@ -191,11 +202,11 @@ def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], losses
         values = np.concatenate([np.asarray(line.y) for line in series])
         values = values[np.isfinite(values)]
         wide = bool(values.size and values.min() > 0 and values.max() > 1e3 * values.min())
-        panels.append(draw(Panel(name, f"{name} against the step", "step", "", series, x_log=log_steps, y_log=wide)))
+        panels.append(draw(Panel(name, f"{name} against the {unit}", unit, "", series, x_log=log_steps, y_log=wide)))
     return panels
 
 
-def _spectra_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
+def _spectra_panels(tables: dict[str, pd.DataFrame], unit: str) -> list[Any]:
     """Draw the median singular values over heads at the first, middle and last step; only if there is one run."""
     if len(tables) > 1:
         return []
@@ -206,13 +217,13 @@ def _spectra_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
     for circuit, name in CIRCUITS.items():
         series = []
         for position, step in enumerate(chosen):
-            rows = table[(table["circuit"] == circuit) & (table["step"] == step) & table["finite"]]
+            rows = at_step(table[(table["circuit"] == circuit) & table["finite"]], step)
             spectra = [np.asarray(values, dtype=float) for values in rows["singular_values"]]
             if spectra and len({len(values) for values in spectra}) == 1:
                 median = np.median(spectra, axis=0)
                 series.append(Series(np.arange(1, len(median) + 1), median, position))
         if series:
-            shown = ", ".join(f"step {step}" for step in chosen)
+            shown = ", ".join(step_in_words(step, unit) for step in chosen)
             panels.append(
                 draw(
                     Panel(
@@ -229,7 +240,7 @@ def _spectra_panels(tables: dict[str, pd.DataFrame]) -> list[Any]:
         {
             "panels": panels,
             "legend": [
-                {"swatch": swatch(position, dots=False), "label": f"step {step}"}
+                {"swatch": swatch(position, dots=False), "label": step_in_words(step, unit)}
                 for position, step in enumerate(chosen)
             ],
         }
@@ -268,7 +279,7 @@ def _offset_panel(groups: list[_Group], style: dict[str, int]) -> Any:
 
 
 def _last_rows(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["step"] == table["step"].max()]
+    return at_step(table, table["step"].max())
 
 
 def _head_rows(tables: dict[str, pd.DataFrame]) -> dict[str, Any]:

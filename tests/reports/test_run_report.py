@@ -186,7 +186,7 @@ def test_the_strongest_compositions_stand_beside_chance(tmp_path):
     page = write_run_report([store], tmp_path / "a.html", "qkov").read_text()
     body = page[page.index("Which heads compose?") : page.index("The last checkpoint, head by head")]
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", body, flags=re.DOTALL)]
-    scores = store.composition(0)
+    scores = store.composition(None)
     assert len(rows) == 3 * 5
     for kind, reads, start in (("Q", "queries", 0), ("K", "keys", 5), ("V", "values", 10)):
         best = scores[scores["kind"] == kind].sort_values("score", ascending=False).iloc[0]

@@ -1,0 +1,1 @@
+"""Training steps: how names, patterns, files and sidecars state them."""
