@@ -12,6 +12,7 @@ The names in groups:
     Checking runs           audit, Integrity, Finding
     Reading what is stored  RunStore
     One model               circuit_table
+    Two models              compare_models, ModelComparison (the change of each head)
 """
 
 from typing import TYPE_CHECKING
@@ -21,11 +22,23 @@ from ...circuits.public_names import lazy_face
 if TYPE_CHECKING:
     from .auditing import audit
     from .integrity import Finding, Integrity
+    from .model_comparison import ModelComparison, compare_models
     from .snapshot import circuit_table
     from .store import RunStore
     from .tracking import Tracked, track
     from .view import TaskDirections
 
-__all__ = ["Finding", "Integrity", "RunStore", "TaskDirections", "Tracked", "audit", "circuit_table", "track"]
+__all__ = [
+    "Finding",
+    "Integrity",
+    "ModelComparison",
+    "RunStore",
+    "TaskDirections",
+    "Tracked",
+    "audit",
+    "circuit_table",
+    "compare_models",
+    "track",
+]
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -47,17 +47,28 @@ def circuit_table(
         QkovError: The source cannot be read, or is not recognised.
     """
     chosen = reading_options(options, reading)
-    if isinstance(source, (str, Path)):
-        opened = open_checkpoint(source, chosen)
-    elif not isinstance(source, AttentionSource):
-        opened = open_model(source, chosen)
-    elif chosen == ReadingOptions():
-        opened = source
-    else:
-        raise CallError(
-            "the source is already open, so options for reading have no effect; give them where it is opened"
-        )
+    opened = opened_source(source, chosen)
     view = View.of(basis, rotary_offset)
     view.demand_possible(opened, opened.address)
     rows = checkpoint_rows(Opened(Checkpoint(None, opened.address), opened), None, None, None, view, opened.address)
     return table_of(rows).drop(columns=[column for column in _OF_A_RUN if column in rows[0]])
+
+
+def opened_source(source: Any, options: ReadingOptions) -> AttentionSource:
+    """Open a checkpoint or a model, unless it is open already.
+
+    Args:
+        source: The address of a checkpoint, what `open_checkpoint` or `open_model` returned, or a model in memory.
+        options: How to read a source that is not open yet.
+
+    Raises:
+        CallError: There is no such checkpoint, or the source is already open and comes with options.
+        QkovError: The source cannot be read, or is not recognised.
+    """
+    if isinstance(source, (str, Path)):
+        return open_checkpoint(source, options)
+    if not isinstance(source, AttentionSource):
+        return open_model(source, options)
+    if options == ReadingOptions():
+        return source
+    raise CallError("the source is already open, so options for reading have no effect; give them where it is opened")

@@ -9,6 +9,7 @@ from typer.exceptions import TyperException
 
 from ...circuits.errors import CallError, QkovError
 from .audit import audit
+from .compare import compare
 from .explain import explain
 from .families import families
 from .inspect import inspect
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for command in (reproduce, predict, inspect, families, audit, track, explain, report):
+for command in (reproduce, predict, inspect, families, audit, track, compare, explain, report):
     app.command()(command)
 
 _INTERRUPTED = 130
