@@ -63,6 +63,13 @@ class TensorFile(ABC):
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
 
+    def take_facts(self, file: "TensorFile") -> None:
+        """Take everything but the tensors from another file, of which this one is a view."""
+        self.metadata, self.values, self.lists = file.metadata, file.values, file.lists
+        self.collections, self.unread, self.training = file.collections, file.unread, file.training
+        self.waits, self.partial = file.waits, file.partial
+        self.config, self.config_origin = file.config, file.config_origin
+
     @abstractmethod
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors with these names, on the CPU and as they are stored.

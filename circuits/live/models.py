@@ -12,6 +12,7 @@ from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint, open_tensors
 from ..reading.options import ModelKeywords, ReadingOptions, reading_options
 from .hooked_models import OpenHookedModel, has_weight_interface
+from .parametrised import effective_state
 from .tensors import LiveWeights
 from .torch_modules import has_attention_modules, mappings_of
 
@@ -46,7 +47,7 @@ def open_model(
             f"TransformerLens, got {type(model).__name__}"
         )
     address = f"the model {type(model).__name__}"
-    tensors, config = model.state_dict(), config_of(model, address)
+    tensors, config = effective_state(model), config_of(model, address)
     if not chosen.are_given and (config is None or "model_type" not in config) and has_attention_modules(model):
         demand_no_adapters(tensors, address)
         modules = mappings_of(model)

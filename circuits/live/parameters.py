@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..architectures.recognition import Recognised, recognise
 from ..checkpoints.pickles.module_config import config_of
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
-from ..checkpoints.wrapped_names import unwrapped
+from ..checkpoints.views.wrapped_names import unwrapped
 from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint
 from ..reading.options import ReadingOptions

@@ -11,7 +11,8 @@ from ..checkpoints.files import CheckpointFiles
 from ..checkpoints.opening import open_weights
 from ..checkpoints.sidecars import LOGGED
 from ..checkpoints.tensor_file import TensorFile, demand_no_adapters
-from ..checkpoints.wrapped_names import unwrapped
+from ..checkpoints.views.effective import effective
+from ..checkpoints.views.wrapped_names import unwrapped
 from ..errors import CallError, QkovError, named_input
 from ..storage.places import Place
 from ..weights.attention_weights import AttentionWeights
@@ -154,6 +155,7 @@ def open_tensors(file: TensorFile, options: ReadingOptions) -> OpenCheckpoint:
     stated = options.stated()
     with named_input(file.address, "a checkpoint", "name its tensors in a mapping file (--map FILE.toml)"):
         demand_no_adapters(file.shapes, file.address)
+        file = effective(file)
         if stated is not None:
             return OpenCheckpoint(file, stated)
         if is_own(file):

@@ -5,7 +5,7 @@ import torch
 from qkov.circuits import QkovError, open_checkpoint
 from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.circuits.checkpoints.opening import open_weights
-from qkov.circuits.checkpoints.wrapped_names import unwrapped
+from qkov.circuits.checkpoints.views.wrapped_names import unwrapped
 from safetensors.torch import save_file
 from torch import nn
 

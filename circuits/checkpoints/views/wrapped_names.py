@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from ..errors import QkovError
-from .tensor_file import TensorFile
+from ...errors import QkovError
+from ..tensor_file import TensorFile
 
 #: The wrappers of torch.compile, FullyShardedDataParallel and activation checkpointing, as they appear in names.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -50,10 +50,7 @@ class UnwrappedNames(TensorFile):
         self._file = file
         self.stored = stored
         self.shapes = _Renamed(file.shapes, stored)
-        self.metadata, self.values, self.training = file.metadata, file.values, file.training
-        self.lists, self.collections, self.unread = file.lists, file.collections, file.unread
-        self.waits, self.partial = file.waits, file.partial
-        self.config, self.config_origin = file.config, file.config_origin
+        self.take_facts(file)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors with these names.
