@@ -7,6 +7,7 @@ from pathlib import PurePath
 from ..errors import QkovError
 from ..storage.places import LocalPlace, Place
 from .array_file import ArrayFile
+from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .safetensors_file import SafetensorsFile
 from .tensor_file import ARRAYS, SUFFIXES, TensorFile
 from .torch_file import NoTensorsError, TorchFile
@@ -32,6 +33,8 @@ def peek(place: Place) -> TensorFile | None:
     """
     if place.suffix == ".safetensors":
         return SafetensorsFile(place)
+    if place.name == METADATA and isinstance(place, LocalPlace):
+        return DistributedCheckpoint(place)
     if place.suffix not in SUFFIXES or not isinstance(place, LocalPlace):
         return None
     if place.suffix in (".npy", ".npz"):

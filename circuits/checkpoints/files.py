@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ..storage.places import Place
 from .folders import Folder, weights_of
+from .parallel.distributed_file import METADATA
 from .steps.names import step_in
 from .tensor_file import SUFFIXES
 
@@ -65,7 +66,8 @@ def files_at(place: Place) -> CheckpointFiles:
 def files_beside(weights: Place, folder: Folder | None, of_run: Folder | None = None) -> CheckpointFiles:
     """Find the config and the trainer's state that belong to some weights.
 
-    The config of a run may also be in the folder above, if the folder of the weights is that of a step.
+    The config of a run may also be in the folder above, if the folder of the weights is that of a step, or holds the
+    pieces of a distributed checkpoint.
 
     Args:
         weights: The file or index of the weights.
@@ -82,7 +84,8 @@ def files_beside(weights: Place, folder: Folder | None, of_run: Folder | None = 
         return CheckpointFiles(weights)
     names = _CONFIGS_OF.get(weights.name, _CONFIGS)
     config = _first_file(folder, names)
-    above = folder.parent if of_run is None and step_in(folder.place.name) is not None else of_run
+    is_below = step_in(folder.place.name) is not None or weights.name == METADATA
+    above = folder.parent if of_run is None and is_below else of_run
     if config is None and above is not None:
         config = _first_file(above, names)
     return CheckpointFiles(weights, config, folder.file(TRAINER_STATE))

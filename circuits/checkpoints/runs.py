@@ -15,6 +15,7 @@ from .files import TRAINER_STATE, CheckpointFiles, files_at, files_beside
 from .finding.ordering import Candidate, Ordered, in_order, step_by_content, step_of_one
 from .finding.patterned import ordered_by, ordered_by_names
 from .folders import Contents, Folder, contents_of, no_checkpoint_in
+from .parallel.distributed_file import METADATA, PIECES
 from .sharded_file import read_index
 from .steps.names import step_in
 from .steps.pattern import step_patterns
@@ -66,6 +67,8 @@ class Checkpoint:
         weights = self.files.weights
         if self.files.parts:
             return [place for _, place in self.files.parts]
+        if weights.parent is not None and weights.name == METADATA:
+            return [weights, *(entry for entry in weights.parent.entries() if entry.suffix == PIECES)]
         if weights.parent is None or not weights.name.endswith(".index.json"):
             return [weights]
         return [weights, *(weights.parent.child(shard) for shard in sorted(set(read_index(weights).values())))]

@@ -93,13 +93,24 @@ def test_a_run_whose_parts_lie_one_folder_down(tmp_path):
         (folder / "train").mkdir()
         torch.save({"epoch": 1}, folder / "train" / "rank0.pt")
     assert [each.step for each in find_checkpoints(tmp_path)] == [1000, 2000]
-    for address in (tmp_path / "step1000", find_checkpoints(tmp_path)[0].files):
+    below = tmp_path / "step1000" / "model_and_optim"
+    for address in (tmp_path / "step1000", find_checkpoints(tmp_path)[0].files, below, below / ".metadata"):
         checkpoint = open_checkpoint(address)
         assert checkpoint.config_origin == "config.json"
         layers = list(checkpoint.layers())
         assert [weights.heads for weights in layers] == [4, 4]
         W = model.transformer.h[0].attn.c_attn.weight
         assert torch.equal(layers[0].W_Q, W[:, :32].detach().unflatten(1, (4, 8)).movedim(1, 0))
+
+
+def test_a_piece_that_changes_makes_another_checkpoint(tmp_path):
+    saved(tmp_path / "some" / "dcp", {"w": torch.ones(2), "step": 30})
+    (checkpoint,) = find_checkpoints(tmp_path / "some")
+    assert (checkpoint.step, checkpoint.step_origin) == (30, "step in the file")
+    before = checkpoint.fingerprint()
+    (piece,) = (tmp_path / "some" / "dcp").glob("*.distcp")
+    os.utime(piece, (0, 0))
+    assert checkpoint.fingerprint() != before
 
 
 def test_fsdp_of_accelerate_beside_its_optimizer(tmp_path):

@@ -20,6 +20,8 @@ from ..tensor_file import TensorFile
 
 #: Name of the file that says what each of the others holds.
 METADATA = ".metadata"
+#: The extension of the others.
+PIECES = ".distcp"
 #: Longer objects beside the tensors are not looked at.
 _LONGEST_OBJECT = 65536
 
@@ -138,7 +140,7 @@ class DistributedCheckpoint(TensorFile):
 
 def is_distributed(names: Sequence[str]) -> bool:
     """Return whether the entries of a folder are those of a distributed checkpoint."""
-    return METADATA in names and any(name.endswith(".distcp") for name in names)
+    return METADATA in names and any(name.endswith(PIECES) for name in names)
 
 
 def _table(loaded: Any, name: str) -> dict[Any, Any]:
