@@ -28,6 +28,7 @@ class TensorFile(ABC):
         lists: Lists of plain values, such as `epochs`, with names joined by dots.
         collections: The keys of each list, and of each dictionary keyed by numbers, whose members hold tensors. The
             tensors of a member are named with its key, as in `checkpoints.0.weight`.
+        containers: The entries of the file itself that are containers with tensors, such as `model` and `optimizer`.
         unread: What is in the file and is not read, with the reason.
         training: What the trainer's state beside the weights says: `global_step`, `loss` and `learning_rate`.
         config: The model's dimensions and settings, or None.
@@ -48,6 +49,7 @@ class TensorFile(ABC):
         self.values: dict[str, Plain] = {}
         self.lists: dict[str, tuple[Plain, ...]] = {}
         self.collections: dict[str, tuple[Any, ...]] = {}
+        self.containers: tuple[str, ...] = ()
         self.unread: dict[str, str] = {}
         self.training: dict[str, int | float] = {}
         self.config: dict[str, Any] | None = None
@@ -67,6 +69,7 @@ class TensorFile(ABC):
         """Take everything but the tensors from another file, of which this one is a view."""
         self.metadata, self.values, self.lists = file.metadata, file.values, file.lists
         self.collections, self.unread, self.training = file.collections, file.unread, file.training
+        self.containers = file.containers
         self.waits, self.partial = file.waits, file.partial
         self.config, self.config_origin = file.config, file.config_origin
 

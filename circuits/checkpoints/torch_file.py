@@ -53,6 +53,7 @@ class TorchFile(TensorFile):
         self._tensors = contents.tensors
         self.values, self.lists = contents.values, contents.lists
         self.collections, self.unread = contents.collections, contents.unread
+        self.containers = tuple(contents.containers)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         if not self.shapes and not (self.values and isinstance(loaded.content, Dictionary)):
             raise _nothing_in(loaded.content, self.unread, place)

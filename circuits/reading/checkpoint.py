@@ -19,6 +19,7 @@ from ..weights.attention_weights import AttentionWeights
 from ..weights.source import AttentionSource, StackTensors
 from .ahead import read_ahead
 from .layer import read_layer
+from .not_read import what_is_not_read
 from .options import ReadingKeywords, ReadingOptions, reading_options
 from .saved_format import is_own, own_mapping, own_scalars
 
@@ -31,6 +32,7 @@ class OpenCheckpoint(AttentionSource):
         recognised: How the architecture was recognised, in words.
         stacks: The mapping of each stack of layers.
         skipped: What is not read, with the reason.
+        not_read: What else the file holds, in words by its name.
         doubts: What the file has or lacks against the family, with the facts that are unknown therefore.
     """
 
@@ -58,6 +60,8 @@ class OpenCheckpoint(AttentionSource):
         self._names = [
             (mapping, layer, names) for mapping in self.stacks for layer, names in mapping.layers(file.shapes).items()
         ]
+        used = {name for *_, names in self._names for of_role in names.values() for name in of_role}
+        self.not_read = what_is_not_read(file, used)
 
     @property
     def layer_keys(self) -> list[tuple[str, int]]:

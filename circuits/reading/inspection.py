@@ -18,7 +18,8 @@ def inspect_checkpoint(source: AttentionSource) -> dict[str, Any]:
 
     Returns:
         The address, how it was recognised, the number of tensors, where the config was found, the scalars, what is
-        skipped, which facts are in doubt, and for each stack its tensors, their layouts and the facts of its layers.
+        skipped, what else is in the file, which facts are in doubt, and for each stack its tensors, their layouts and
+        the facts of its layers.
 
     Raises:
         QkovError: A tensor does not fit its layout.
@@ -39,6 +40,7 @@ def inspect_checkpoint(source: AttentionSource) -> dict[str, Any]:
         "config": source.config_origin,
         "scalars": source.scalars,
         "skipped": source.skipped,
+        "not_read": dict(source.not_read),
         "doubts": dict(source.doubts),
         "stacks": stacks,
     }

@@ -34,6 +34,7 @@ class AttentionSource(ABC):
         skipped: What is not read, with the reason.
         tensor_count: Number of tensors at the address; None if that is unknown.
         config_origin: Where the config was found; None if there is none.
+        not_read: What else the file holds, from which no layer is read, in words by its name.
         doubts: What the weights' file has or lacks against its family, with the facts that are unknown therefore.
     """
 
@@ -42,6 +43,7 @@ class AttentionSource(ABC):
     skipped: dict[str, str]
     tensor_count: int | None = None
     config_origin: str | None = None
+    not_read: Mapping[str, str] = MappingProxyType({})
     doubts: Mapping[str, str] = MappingProxyType({})
 
     @property

@@ -27,6 +27,8 @@ def inspection_lines(facts: dict[str, Any]) -> list[str]:
             lines += [f"    {line}" for line in _layer_lines(layer)]
     lines += [f"{what}: {reason}" for what, reason in facts["doubts"].items()]
     lines += [f"skipped {what}: {reason}" for what, reason in facts["skipped"].items()]
+    if facts["not_read"]:
+        lines.append("not read: " + ", ".join(f"{name} ({what})" for name, what in facts["not_read"].items()))
     if facts["scalars"]:
         lines.append(
             "saved beside the weights: " + ", ".join(f"{name} {value:.6g}" for name, value in facts["scalars"].items())

@@ -64,6 +64,7 @@ class DistributedCheckpoint(TensorFile):
             self._pieces = {name: _pieces(name, described[name], stored) for name in self._types}
             self.shapes = {name: _size_of(described[name]) for name in self._types}
             self._demand_covered()
+            self.containers = _containers(loaded)
         objects = {name: stored[name][None] for name in described if name not in self._types and name in stored}
         files = {piece.file for pieces in (*self._pieces.values(), objects.values()) for piece in pieces}
         for file in sorted(files):
@@ -148,6 +149,17 @@ def _table(loaded: Any, name: str) -> dict[Any, Any]:
     if not isinstance(table, dict):
         raise DamagedError(f"it has no table {name}")
     return table
+
+
+def _containers(loaded: Any) -> tuple[str, ...]:
+    """Return the first key of each nested entry, as the metadata lists the keys that its names join."""
+    paths = loaded.attributes.get("planner_data") if isinstance(loaded, Placeholder) else None
+    nested = (
+        [path for path in paths.values() if isinstance(path, tuple) and len(path) > 1]
+        if isinstance(paths, dict)
+        else []
+    )
+    return tuple(dict.fromkeys(str(path[0]) for path in nested))
 
 
 def _is_tensor(entry: Any) -> bool:

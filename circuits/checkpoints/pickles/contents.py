@@ -41,6 +41,7 @@ class Contents:
         values: Plain values.
         lists: Lists of plain values.
         collections: The keys of each list and dictionary of containers that hold tensors, such as (0, 1, 2).
+        containers: The entries of the file itself that are containers with tensors, such as `model` and `optimizer`.
         unread: What is not read, with the reason.
     """
 
@@ -48,6 +49,7 @@ class Contents:
     values: dict[str, Plain] = field(default_factory=dict)
     lists: dict[str, tuple[Plain, ...]] = field(default_factory=dict)
     collections: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    containers: list[str] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
 
 
@@ -67,7 +69,9 @@ def contents_of(loaded: Any, described_by: int, size: int) -> Contents:
     if members_of(loaded) is None:
         walk.add(ONLY, loaded, ())
     else:
-        walk.enter("", loaded, ())
+        inner = walk.enter("", loaded, ())
+        # The parts of a module are one model.
+        walk.contents.containers = [] if is_module(loaded) else [_text(key) for key in inner]
     walk.drop_ambiguous()
     return walk.contents
 
@@ -82,8 +86,8 @@ class _Walk:
         self._letters_left = 16 * described_by + 16 * ALLOWANCE
         self._ambiguous: set[str] = set()
 
-    def enter(self, prefix: str, container: Any, outer: tuple[int, ...]) -> bool:
-        """Add the members of a container, and return whether one of them is a tensor or holds one."""
+    def enter(self, prefix: str, container: Any, outer: tuple[int, ...]) -> list[Any]:
+        """Add the members of a container, and return the keys of those that are containers with tensors."""
         if id(container) in outer:
             raise DamagedError("it holds dictionaries that hold themselves")
         if len(outer) > _DEEPEST:
@@ -91,7 +95,6 @@ class _Walk:
         members = members_of(container) or {}
         self._entries_left -= len(members)
         inside = (*outer, id(container))
-        before = len(self.contents.tensors)
         inner = []
         for key, value in members.items():
             name = f"{prefix}{_text(key)}"
@@ -102,7 +105,7 @@ class _Walk:
                 inner.append(key)
         if inner and _is_collection(container):
             self.contents.collections[prefix.removesuffix(".")] = tuple(inner)
-        return len(self.contents.tensors) > before
+        return inner
 
     def add(self, name: str, value: Any, outer: tuple[int, ...]) -> bool:
         """Add one entry, and return whether it is a container that holds tensors."""
@@ -120,7 +123,9 @@ class _Walk:
         elif isinstance(value, (list, tuple)) and value and all(isinstance(part, Plain) for part in value):
             contents.lists[name] = tuple(value)
         elif members_of(value) is not None:
-            return self.enter(f"{name}.", value, outer)
+            before = len(contents.tensors)
+            self.enter(f"{name}.", value, outer)
+            return len(contents.tensors) > before
         elif value is not None:
             contents.unread[name] = f"an object of {_kind(value)}, which only code could build"
         return False
