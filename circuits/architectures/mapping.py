@@ -41,6 +41,7 @@ class Mapping:
         facts: What the tensors do not show.
         scalars: Numbers to carry along, such as {"loss": "val_loss"}.
         number_of_layers: Number of layers that the model uses, if it is known; layers beyond it are left out.
+        others: The mappings of the model's other stacks, such as its decoder's and its cross-attention's.
         stack: Name of the stack, if the model has several.
         origin: Where the mapping comes from, for messages.
     """
@@ -54,6 +55,7 @@ class Mapping:
     stack: str = ""
     origin: str = "the mapping"
     number_of_layers: int | None = None
+    others: tuple["Mapping", ...] = ()
 
     def layers(self, names: Iterable[str]) -> dict[int, Names]:
         """Return the names of every layer's tensors, by the number of the layer.
@@ -175,6 +177,8 @@ class Mapping:
 def read_mapping(path: Path | str) -> Mapping:
     """Read a mapping from a TOML file. If it does not state the norm or the score scale, they are unknown.
 
+    The file describes one stack of layers, or several in tables [[stacks]]; what stands above the tables holds for all.
+
     `circuits/architectures/families/README.md` describes every key.
 
     Args:
@@ -192,8 +196,27 @@ def read_mapping(path: Path | str) -> Mapping:
             raise CallError(f"{origin} has a line with more than {_DOTS} dots; write tables in place of dotted keys")
         table = tomllib.loads(text)
     with named_input(origin, "a mapping", "correct it", CallError):
-        check_mapping(table, origin)
-        return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)
+        first, *others = (_of_stack(stack, where) for stack, where in _stacks(table, origin))
+        names = [mapping.stack for mapping in (first, *others)]
+        if len(set(names)) < len(names):
+            raise CallError(f"the stacks of {origin} are named {', '.join(map(repr, names))}; give each its own stack")
+        return replace(first, others=tuple(others))
+
+
+def _stacks(table: dict[str, Any], origin: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the table of each stack, completed by what holds for all, and where it stands."""
+    if "stacks" not in table:
+        return [(table, origin)]
+    shared = {name: value for name, value in table.items() if name != "stacks"}
+    stacks = table["stacks"]
+    if not isinstance(stacks, list) or not stacks or not all(isinstance(stack, dict) for stack in stacks):
+        raise CallError(f"stacks of {origin} should be tables [[stacks]], one for each stack, got {stacks!r}")
+    return [({**shared, **stack}, f"[[stacks]] {number} of {origin}") for number, stack in enumerate(stacks, start=1)]
+
+
+def _of_stack(table: dict[str, Any], origin: str) -> Mapping:
+    check_mapping(table, origin)
+    return parse_mapping({"norm": UNKNOWN, "score_scale": UNKNOWN, **table}, origin)
 
 
 def parse_mapping(

@@ -50,7 +50,8 @@ class ReadingOptions:
             raise CallError(
                 "a mapping states family, prefix and heads itself; state them in the mapping instead of beside it"
             )
-        return Recognised(f"by {self.mapping.origin}", (self.mapping,))
+        origin = self.mapping.origin.rpartition("[[stacks]] 1 of ")[2]
+        return Recognised(f"by {origin}", (self.mapping, *self.mapping.others))
 
     def recognise(self, file: TensorFile) -> Recognised:
         """Recognise the tensors of a file, as `architectures.recognition.recognise` does with these options."""
@@ -58,22 +59,29 @@ class ReadingOptions:
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide which values are measured, in a form that JSON can hold."""
-        mapping = self.mapping
         stated = None
-        if mapping is not None:
-            stated = {
-                "tensors": mapping.tensors,
-                "layouts": mapping.layouts,
-                "heads": mapping.heads.query,
-                "prefix": mapping.prefix,
-                "facts": mapping.facts.table,
-                "scalars": mapping.scalars,
-                "stack": mapping.stack,
-            }
-            widths = {"d_head": mapping.heads.d_head, "d_value": mapping.heads.d_value}
-            # Stores of older versions have no widths among their settings.
-            stated |= {name: width for name, width in widths.items() if width is not None}
+        if self.mapping is not None:
+            stated = _stated(self.mapping)
+            # Stores of older versions have no other stacks among their settings.
+            if self.mapping.others:
+                stated["stacks"] = [_stated(other) for other in self.mapping.others]
         return {"mapping": stated, "family": self.family, "heads": self.heads, "prefix": self.prefix}
+
+
+def _stated(mapping: Mapping) -> dict[str, Any]:
+    """Return a mapping of one stack in a form that JSON can hold."""
+    widths = {"d_head": mapping.heads.d_head, "d_value": mapping.heads.d_value}
+    return {
+        "tensors": mapping.tensors,
+        "layouts": mapping.layouts,
+        "heads": mapping.heads.query,
+        "prefix": mapping.prefix,
+        "facts": mapping.facts.table,
+        "scalars": mapping.scalars,
+        "stack": mapping.stack,
+        # Stores of older versions have no widths among their settings.
+        **{name: width for name, width in widths.items() if width is not None},
+    }
 
 
 class ModelKeywords(TypedDict, total=False):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from qkov.circuits import CallError, QkovError, open_checkpoint, read_mapping
+from qkov.circuits import CallError, QkovError, ReadingOptions, open_checkpoint, read_mapping
 from qkov.circuits.architectures.mapping import parse_mapping
 
 HEADS = 3
@@ -126,3 +126,66 @@ def test_a_file_that_is_missing_or_no_toml(tmp_path):
         read_mapping(broken)
     with pytest.raises(CallError, match="is not a regular file"):
         read_mapping(tmp_path)
+
+
+SEVERAL_STACKS = """
+layout = "linear"
+heads = 4
+
+[[stacks]]
+stack = "encoder"
+prefix = "encoder.layers"
+[stacks.tensors]
+QKV = "{layer}.self_attn.in_proj_weight"
+O = "{layer}.self_attn.out_proj.weight"
+
+[[stacks]]
+stack = "decoder"
+prefix = "decoder.layers"
+causal = true
+[stacks.tensors]
+QKV = "{layer}.self_attn.in_proj_weight"
+O = "{layer}.self_attn.out_proj.weight"
+
+[[stacks]]
+stack = "decoder cross"
+prefix = "decoder.layers"
+cross = true
+[stacks.tensors]
+QKV = "{layer}.multihead_attn.in_proj_weight"
+O = "{layer}.multihead_attn.out_proj.weight"
+"""
+
+
+def test_several_stacks_in_one_mapping(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Transformer(32, 4, 2, 1, 64, batch_first=True)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    (tmp_path / "map.toml").write_text(SEVERAL_STACKS)
+    stated = open_checkpoint(tmp_path / "model.pt", mapping=read_mapping(tmp_path / "map.toml"))
+    found = open_checkpoint(tmp_path / "model.pt", heads=4)
+    assert stated.recognised == f"by the mapping {tmp_path / 'map.toml'}"
+    assert stated.layer_keys == [("encoder", 0), ("encoder", 1), ("decoder", 0), ("decoder cross", 0)]
+    for one, other in zip(stated.layers(), found.layers(), strict=True):
+        assert (one.stack, one.layer, one.facts.cross) == (other.stack, other.layer, other.facts.cross)
+        assert torch.equal(one.qk().dense(), other.qk().dense())
+        assert torch.equal(one.ov().dense(), other.ov().dense())
+    settings = ReadingOptions(mapping=read_mapping(tmp_path / "map.toml")).settings()["mapping"]
+    assert [stack["stack"] for stack in (settings, *settings["stacks"])] == ["encoder", "decoder", "decoder cross"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('stack = "decoder"', 'stack = "encoder"'), "give each its own stack"),
+        (("cross = true", "crossing = true"), r"\[\[stacks\]\] 3 of the mapping .* has the unknown key 'crossing'"),
+        (("causal = true", "heads = 0"), r"\[\[stacks\]\] 2 of the mapping"),
+    ],
+)
+def test_a_fault_in_one_of_several_stacks_is_placed(tmp_path, change, message):
+    (tmp_path / "map.toml").write_text(SEVERAL_STACKS.replace(*change))
+    with pytest.raises(CallError, match=message):
+        read_mapping(tmp_path / "map.toml")
+    (tmp_path / "map.toml").write_text("stacks = 3")
+    with pytest.raises(CallError, match=r"should be tables \[\[stacks\]\]"):
+        read_mapping(tmp_path / "map.toml")
