@@ -63,3 +63,13 @@ def test_centred_weights_are_recognised_in_every_precision(dtype, d_model):
     assert not is_centred(W.to(dtype), dim=1)
     assert not is_centred(centred, dim=2)
     assert not is_centred(torch.zeros(2, d_model, 8, dtype=dtype), dim=1)
+
+
+@pytest.mark.parametrize("d_model", [32, 4096])
+def test_a_small_mean_is_told_from_rounding_in_float32(d_model):
+    """Rounding leaves means of about 1e-8 of the size of the numbers, so one of 1e-4 was there before."""
+    torch.manual_seed(0)
+    W = torch.randn(2, d_model, 8, dtype=torch.float64)
+    centred = W - W.mean(dim=1, keepdim=True)
+    assert is_centred(centred.float(), dim=1)
+    assert not is_centred((centred + 1e-4).float(), dim=1)

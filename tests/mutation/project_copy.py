@@ -27,12 +27,14 @@ class Order:
     """What is known about the tests of a module: those that killed a mutant run first, then the quick ones.
 
     Attributes:
-        seconds: how long each test takes without a fault.
+        seconds: how long each test took the last time.
         killers: the tests that noticed a fault.
+        failed: the tests that failed in this run.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     killers: set[str] = field(default_factory=set)
+    failed: list[str] = field(default_factory=list)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Sort the tests (pytest calls this)."""
@@ -43,7 +45,7 @@ class Order:
         if report.when == "call":
             self.seconds[report.nodeid] = report.duration
         if report.failed:
-            self.killers.add(report.nodeid)
+            self.failed.append(report.nodeid)
 
 
 class Copy:
@@ -75,7 +77,7 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def outcome(self, tests: Sequence[str], order: Order, timeout: float) -> str:
+    def outcome(self, tests: Sequence[str], order: Order, timeout: float) -> tuple[str, list[str]]:
         """Run tests on the copy until one fails.
 
         Args:
@@ -84,7 +86,8 @@ class Copy:
             timeout: After how many seconds the tests are stopped.
 
         Returns:
-            "killed" if a test fails, "survived" if all pass, "undecided" if they take too long.
+            "failed", "passed", or "undecided" if they take too long, and the names of the tests that failed. No name is
+            there if the tests could not even be collected, or their process ended.
         """
         context = get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
@@ -93,16 +96,17 @@ class Copy:
         sender.close()
         try:
             if not receiver.poll(timeout):
-                return "undecided"
-            status, order.seconds, order.killers = receiver.recv()
+                return "undecided", []
+            status, seconds, failed = receiver.recv()
         except EOFError:
-            # The fault ended the whole process.
-            return "killed"
+            return "failed", []
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
-        return "survived" if status == pytest.ExitCode.OK else "killed"
+        order.seconds |= seconds
+        order.killers |= set(failed)
+        return "passed" if status == pytest.ExitCode.OK else "failed", failed
 
     def _test(self, tests: Sequence[str], order: Order, sender: Connection) -> None:
         """Run the tests in this process, which has imported nothing of the project but this package."""
@@ -119,4 +123,4 @@ class Copy:
         # Plugins that were imported early are none that assert anything.
         options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
         status = pytest.main([*options, *tests], plugins=[order])
-        sender.send((int(status), order.seconds, order.killers))
+        sender.send((int(status), order.seconds, order.failed))
