@@ -95,7 +95,7 @@ def _longrope(rotary: Rotary, scaling: Dictionary[str, Any], max_positions: int 
         stretch = scaling.get("factor")
         if stretch is None:
             stretch = 1.0 if max_positions is None else max_positions / length
-        amplitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(length))
+        amplitude = math.sqrt(1 + math.log(max(1.0, stretch)) / math.log(length))
     return Rotary(dims=rotary.dims, pairing=rotary.pairing, frequencies=frequencies, amplitude=float(amplitude))
 
 

@@ -235,6 +235,7 @@ NATIVE = {
         {},
         {"normalization_type": "LNPre", "attention_dir": "bidirectional"},
         {"normalization_type": None, "attn_scale": 2.0},
+        {"attn_scale": 0.5, "attn_scores_soft_cap": 0.5},
         {"normalization_type": "RMS", "n_key_value_heads": 2, "attn_scores_soft_cap": 5.0},
         {"normalization_type": "RMSPre", "positional_embedding_type": "rotary"},
         {"positional_embedding_type": "rotary", "rotary_dim": 4, "rotary_base": 100},
