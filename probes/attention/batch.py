@@ -118,6 +118,11 @@ class WatchedBatch:
             self.sums[layer_map.key] = _of_rows(layer_map, self.settings.names)
             return
         attention = layer_map.attention.detach()
+        if torch._C._functorch.is_batchedtensor(attention):
+            raise CallError(
+                f"{self.source.name} is called inside torch.func.vmap, where the values of a map cannot be read; call "
+                f"it outside"
+            )
         if attention.ndim != 4:
             raise CallError(
                 f"{name} of {self.source.name} gave a map of shape {list(attention.shape)}; expected [batch, head, "

@@ -52,8 +52,11 @@ class AttentionProbe:
     A probe works on models with TransformerLens' hook points (HookedTransformer, TransformerBridge), on models of
     transformers with eager attention, on torch.nn.MultiheadAttention alone or in a model, and on this project's
     SingleLayerAttention. The model stays in the mode that it is in; what it returns, its random numbers and its
-    gradients stay the same. Several probes and the user's own hooks can be used together; a probe sees a map before a
-    hook that the user added later changes it. In training mode, models of transformers give maps after dropout, which
+    gradients stay the same to the bit. The model gets no hook and no attribute, so that a copy that is made of it
+    inside the context (by copy, pickle, torch.save or an average of weights) is a plain model with its own weights,
+    unwatched.
+    Several probes and the user's own hooks can be used together; a probe sees a map as all of the user's hooks have
+    left it. In training mode, models of transformers give maps after dropout, which
     are the maps that the model used; those of torch.nn.MultiheadAttention are computed without dropout. A call counts
     once it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model.
 

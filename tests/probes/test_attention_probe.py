@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 from qkov.analyses.attention import Rollout
+from qkov.analyses.attention.maps.calls import _Method
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
-from torch.utils.hooks import RemovableHandle
 
 from ..analyses.tiny_models import Tiny, gpt2, small
 from .plain_measures import assert_table, plain_measures, plain_rollout
@@ -307,28 +307,26 @@ def test_a_call_that_breaks_off_leaves_what_was_there(model, error):
     assert hooks_of(model) == 0
 
 
-def test_interrupts_while_hooks_come_and_go_leave_none(model, monkeypatch):
-    def interrupt(*_args: Any, **_kwargs: Any) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("moment", ["put", "take_away"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_interrupts_while_watching_begins_and_ends_leave_nothing(model, monkeypatch, moment, number):
+    kinds = {type(module) for module in model.modules()}
+    own = {kind: (kind.forward, kind.__call__) for kind in kinds}
+    real, calls = getattr(_Method, moment), []
+
+    def interrupted(method: _Method) -> None:
+        real(method)
+        calls.append(method)
+        if len(calls) == number:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(model.transformer.h[1].attn, "register_forward_hook", interrupt)
+        patched.setattr(_Method, moment, interrupted)
         with pytest.raises(KeyboardInterrupt), AttentionProbe(model):
             pass
     assert hooks_of(model) == 0
-    remove, interrupts = RemovableHandle.remove, [KeyboardInterrupt]
-
-    def remove_and_interrupt(handle: RemovableHandle) -> None:
-        remove(handle)
-        if interrupts:
-            raise interrupts.pop()
-
-    monkeypatch.setattr(RemovableHandle, "remove", remove_and_interrupt)
-    probe = AttentionProbe(model)
-    with pytest.raises(KeyboardInterrupt), probe:
-        pass
-    assert hooks_of(model) == 0
-    with probe:
+    assert own == {kind: (kind.forward, kind.__call__) for kind in kinds}
+    with AttentionProbe(model) as probe:
         model(tokens())
     assert set(probe.table()["queries"]) == {27}
 

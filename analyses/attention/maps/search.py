@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ....circuits.errors import CallError
 from .single_layer import SingleLayerMaps
@@ -24,21 +25,29 @@ def unwrapped_model(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise CallError(f"expected a torch.nn.Module whose attention can be read, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.parallel.DistributedDataParallel | AveragedModel):
         return unwrapped_model(model.module)
     if isinstance(model, nn.DataParallel):
         raise CallError("nn.DataParallel copies the model for every call; use model.module instead and call that")
     if isinstance(model, torch.jit.ScriptModule):
         raise CallError(f"{type(model).__name__} is a TorchScript module, which runs no hooks; give the model itself")
-    compiled = hasattr(model, "_orig_mod") or any(
-        getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()
-    )
-    if compiled:
+    compiled = next((path for path, module in model.named_modules() if _is_compiled(module)), None)
+    if compiled is not None:
+        part = f"the model's part {compiled}" if compiled else "the model"
         raise CallError(
-            "the model is compiled, and compiled code bypasses the modules whose maps are read; give the model as it "
-            "was before torch.compile, and call that"
+            f"{part} is compiled, and compiled code bypasses the modules whose maps are read; give the model as it was "
+            f"before torch.compile, and call that"
         )
     return model
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile was called with a module, or with its forward."""
+    return (
+        "_orig_mod" in module._modules
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
 
 
 def source_of(model: nn.Module) -> MapSource:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ...dynamics.model import SingleLayerAttention
-from .source import InputReceiver, LayerRows, MapSource, OnCall, Receiver, on_call
+from .calls import OnCall, on_call
+from .source import InputReceiver, LayerRows, MapSource, Receiver
 
 
 class SingleLayerMaps(MapSource):

@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....circuits.weights.layer_keys import LayerKey
 from ...dynamics.sequences import Sequences
+from .calls import OnCall, on_call
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +55,6 @@ class LayerRows:
 Receiver = Callable[[LayerMap | LayerRows], None]
 #: Takes a layer and what its queries, keys and values read, after the norm.
 InputReceiver = Callable[[LayerKey, Float[Tensor, "batch position d_model"]], None]
-#: Takes the arguments and the output of a module's call; what it returns, unless that is None, replaces the output.
-CallHook = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
-#: Registers a hook on a module's calls, and returns what removes it.
-OnCall = Callable[[nn.Module, CallHook], Callable[[], None]]
-
-
-def on_call(module: nn.Module, hook: CallHook) -> Callable[[], None]:
-    """Register a forward hook of torch, and return what removes it."""
-
-    def forward_hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return hook(args, kwargs, output)
-
-    return module.register_forward_hook(forward_hook, with_kwargs=True).remove
 
 
 class MapSource(ABC):

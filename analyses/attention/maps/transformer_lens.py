@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ....circuits.live.hooked_blocks import hooked_blocks
 from ....circuits.weights.layer_keys import LayerKey
-from .source import CallHook, InputReceiver, LayerMap, MapSource, OnCall, Receiver, on_call
+from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
+from .source import InputReceiver, LayerMap, MapSource, Receiver
 
 #: The names that attention modules of different versions give to what they read.
 _INPUT_NAMES = ("hidden_states", "value_input")
@@ -25,7 +26,8 @@ class _HookedAttention:
 class HookedMaps(MapSource):
     """Maps at the hook points `blocks.{layer}.attn.hook_pattern`, which are modules of torch.
 
-    The hooks are hooks of torch and not of TransformerLens, so that `reset_hooks` does not remove them.
+    They are watched from outside and get no hook, so that `reset_hooks` removes only the hooks of the user. A map is
+    read after all hooks of its hook point, and so as the user's own hooks have left it.
     """
 
     def __init__(self, attentions: dict[LayerKey, _HookedAttention], name: str) -> None:
@@ -50,11 +52,11 @@ class HookedMaps(MapSource):
         consume: bool = False,
         on_call: OnCall = on_call,
     ) -> Iterator[Callable[[], None]]:
-        """Register a hook of torch on every hook point; the map that passes it is what the layer attends with."""
+        """Watch every hook point; the map that leaves it is what the layer attends with."""
         del consume  # Blocks return no maps, and gradients reach what passes a hook point.
         for key, attention in self._attentions.items():
             if inputs is not None:
-                yield attention.module.register_forward_pre_hook(_input_hook(key, inputs), with_kwargs=True).remove
+                yield before_forward(attention.module, _input_hook(key, inputs))
             yield on_call(attention.point, _map_hook(key, receive))
 
 
@@ -65,8 +67,8 @@ def _map_hook(key: LayerKey, receive: Receiver) -> CallHook:
     return hook
 
 
-def _input_hook(key: LayerKey, inputs: InputReceiver) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _input_hook(key: LayerKey, inputs: InputReceiver) -> ForwardHook:
+    def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs(key, args[0] if args else next(kwargs[name] for name in _INPUT_NAMES if name in kwargs))
 
     return hook

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ....circuits.errors import CallError
 from ....circuits.weights.layer_keys import LayerKey, layer_name
+from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
 from .numbering import layer_numbers
-from .source import CallHook, InputReceiver, LayerMap, MapSource, OnCall, Receiver, on_call
+from .source import InputReceiver, LayerMap, MapSource, Receiver
 
 #: What to do where there are no maps.
 REMEDY = (
@@ -107,8 +108,7 @@ class TransformersMaps(MapSource):
             numbers = layers if len(layers) == len(modules) else [None] * len(modules)
             for number, module in zip(numbers, modules, strict=True):
                 if module.ask:
-                    hook = _asks_for_maps(module.module)
-                    yield module.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+                    yield before_forward(module.module, _asks_for_maps(module.module))
                 yield on_call(module.module, self._hook(stack, number, module, receive, inputs, consume))
 
     def _hook(
@@ -197,10 +197,10 @@ def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(module.forward).parameters)
 
 
-def _asks_for_maps(module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+def _asks_for_maps(module: nn.Module) -> ForwardHook:
     signature = inspect.signature(module.forward)
 
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = signature.bind(*args, **kwargs)
         bound.arguments["output_attentions"] = True
         return bound.args, bound.kwargs
