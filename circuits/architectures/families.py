@@ -31,6 +31,8 @@ class Architecture:
             more marks beside its attention tensors is chosen.
         needs_config: Facts that its names do not determine, because other families have the same names. They are
             unknown unless there is a config, or the user selects the family.
+        undetermined: Facts that neither its names nor a config determine. They are unknown unless the user selects the
+            family.
         config_keys: Keys that a config without model_type must have to be used for this family. One of
             several suffices where "or" stands between them.
         own_keys: Keys that the family's own code writes into its config. Others may change the facts that they name.
@@ -43,6 +45,7 @@ class Architecture:
     by_names: bool = True
     marks: tuple[str, ...] = ()
     needs_config: tuple[str, ...] = ()
+    undetermined: tuple[str, ...] = ()
     config_keys: tuple[str, ...] = ()
     own_keys: tuple[str, ...] = ()
 

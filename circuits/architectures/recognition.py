@@ -79,7 +79,9 @@ def recognise(
         required = set(architecture.config_keys)
         config = config if required and all(_states(config, key) for key in required) else None
         how += "" if config is None else f", with the values of {file.config_origin}"
-    unknown = architecture.needs_config if config is None and family is None else ()
+    unknown = ()
+    if family is None:
+        unknown = (*architecture.undetermined, *(architecture.needs_config if config is None else ()))
     origin = file.address if config is None else f"{file.config_origin} of {file.address}"
     with named_input(origin, architecture.title, "put the model's own config beside the weights"):
         try:

@@ -186,6 +186,7 @@ FAMILY: Table = {
     "by_names": Key(("boolean",)),
     "marks": _STRINGS,
     "needs_config": _STRINGS,
+    "undetermined": _STRINGS,
     "config_keys": _STRINGS,
     "own_keys": _STRINGS,
     "stacks": Key(("list of tables",), STACK | FACT_KEYS),

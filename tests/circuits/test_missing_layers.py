@@ -63,6 +63,34 @@ OF_OTHER_CODES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]
             "layers.{}.attention_norm.weight": (8,),
         },
     ),
+    "lecture_gpt": (
+        "config.json",
+        _GPT,
+        {
+            **{f"blocks.{{}}.sa.heads.0.{name}.weight": (8, 8) for name in ("query", "key", "value")},
+            "blocks.{}.sa.proj.weight": (8, 8),
+        },
+    ),
+    "plain_blocks": (
+        "config.json",
+        _GPT,
+        {f"blocks.{{}}.attn.{name}_proj.weight": (8, 8) for name in ("q", "k", "v", "out")},
+    ),
+    "nanochat": (
+        "config.json",
+        _GPT | {"n_kv_head": 2, "sequence_len": 8},
+        {f"transformer.h.{{}}.attn.c_{name}.weight": (8, 8) for name in ("q", "k", "v", "proj")},
+    ),
+    "torchtune": (
+        "config.json",
+        {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 3},
+        {f"layers.{{}}.attn.{name}_proj.weight": (8, 8) for name in ("q", "k", "v", "output")},
+    ),
+    "olmo_own": (
+        "config.json",
+        {"d_model": 8, "n_heads": 2, "n_layers": 3, "layer_norm_type": "rms", "rope": True},
+        {"transformer.blocks.{}.att_proj.weight": (24, 8), "transformer.blocks.{}.attn_out.weight": (8, 8)},
+    ),
 }
 
 
