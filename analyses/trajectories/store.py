@@ -13,6 +13,7 @@ from pyarrow.dataset import dataset
 
 from ...circuits.errors import CallError, named_input
 from ...circuits.storage.atomic_write import remove_stale, write_atomically
+from ...circuits.storage.places import LocalPlace
 
 FORMAT = "qkov run store 2"
 _KEY = b"qkov"
@@ -148,10 +149,11 @@ class RunStore:
         """
         if not self.description_path.is_file():
             raise CallError(f"{self.folder} is not a run store: it has no run.json")
+        content = LocalPlace(self.description_path).read_bytes()
         with named_input(
             self.description_path, "the description of a run store", "track again into another folder", CallError
         ):
-            description = json.loads(self.description_path.read_bytes())
+            description = json.loads(content)
         if not isinstance(description, dict) or description.get("format") != FORMAT:
             raise CallError(f"{self.folder} is not a run store of this version: expected format {FORMAT!r} in run.json")
         return description
