@@ -14,8 +14,15 @@ import pytest
 
 #: The functions of `os` whose first argument is a path, with the name of the operation.
 _OF_PATHS = {
-    **{"open": "open", "mkdir": "mkdir", "rename": "rename", "replace": "replace", "scandir": "list"},
-    **{"listdir": "list", "unlink": "unlink", "remove": "unlink", "chmod": "chmod"},
+    "open": "open",
+    "mkdir": "mkdir",
+    "rename": "rename",
+    "replace": "replace",
+    "scandir": "list",
+    "listdir": "list",
+    "unlink": "unlink",
+    "remove": "unlink",
+    "chmod": "chmod",
 }
 _OF_DESCRIPTORS = {"fsync": "fsync", "write": "write", "read": "read"}
 

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,14 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from markupsafe import Markup
-from qkov.analyses.studies import training
-from qkov.analyses.studies.plan import Plan
 from qkov.analyses.trajectories import RunStore
 from qkov.analyses.trajectories import track as library_track
-from qkov.circuits import QkovError
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.circuits.weights.attention_weights import AttentionWeights
-from qkov.probes import CircuitProbe
 from qkov.reports.commands.main import run as qkov
 
 from .file_faults import FileFaults
