@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from ...circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
-    from .auditing import audit
-    from .integrity import Finding, Integrity
+    from .integrity.auditing import audit
+    from .integrity.findings import Finding
+    from .integrity.result import Integrity
     from .model_comparison import ModelComparison, compare_models
     from .snapshot import circuit_table
     from .store import RunStore

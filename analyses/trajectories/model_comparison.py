@@ -18,7 +18,7 @@ from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading
 from ...circuits.storage.atomic_write import write_atomically
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.content import layer_content
-from ...circuits.weights.layer_keys import LayerKey, layer_name, layers_in_words
+from ...circuits.weights.layer_keys import LayerKey, capitalised, layer_name, layers_in_words
 from ...circuits.weights.source import AttentionSource
 from .motion import motion
 from .snapshot import opened_source
@@ -148,7 +148,7 @@ def changes_in_words(table: pd.DataFrame) -> list[str]:
     for circuit, rows in table.groupby("circuit", sort=False):
         known = rows.dropna(subset="relative_change")
         if len(known):
-            largest = known.loc[known["relative_change"].idxmax()]
+            (largest,) = known.nlargest(1, "relative_change").to_dict("records")
             where = f"{layer_name(largest['stack'], largest['layer'])}, head {largest['head']}"
             heads = f"{len(known)} head{'s' * (len(known) > 1)}"
             sentences.append(
@@ -195,7 +195,7 @@ def demand_comparable(one: AttentionWeights, other: AttentionWeights, base: str,
             )
 
 
-def _facts(one: AttentionWeights, other: AttentionWeights) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _facts(one: AttentionWeights, other: AttentionWeights) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield the facts that have to agree, as they are in both layers; what is unknown in one of them is left out."""
     yield "the number of heads", (one.heads, other.heads)
     yield "the number of key-value heads", (one.heads // one.group_size, other.heads // other.group_size)
@@ -278,9 +278,7 @@ def _identical_in_words(identical: list[LayerKey], layers: list[LayerKey]) -> li
             else "The only layer is identical to the bit, biases included."
         ]
     named = layers_in_words(identical)
-    return [
-        f"{named[0].upper()}{named[1:]} {'are' if len(identical) > 1 else 'is'} identical to the bit, biases included."
-    ]
+    return [f"{capitalised(named)} {'are' if len(identical) > 1 else 'is'} identical to the bit, biases included."]
 
 
 def write_changes(comparison: ModelComparison, path: Path) -> None:

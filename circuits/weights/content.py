@@ -65,7 +65,7 @@ def layer_content(weights: AttentionWeights) -> LayerContent:
         for matrix in at_home(tensor):
             values = _widened(matrix)
             digest.update(str(values.dtype).encode())
-            digest.update(values.numpy())
+            digest.update(values.numpy().data)
             if name in NAMES:
                 # Each matrix goes on where the last one ended, so that small ones do not share their groups.
                 sketch += _sketched(values.flatten(), flips).roll(sketched % SKETCH_SIZE)

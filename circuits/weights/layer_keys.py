@@ -40,3 +40,8 @@ def enumerated(parts: list[str]) -> str:
     """Return a list within a sentence: "1, 2 and 3"."""
     *most, last = parts
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def capitalised(text: str) -> str:
+    """Return a text with a capital letter at its beginning."""
+    return text[:1].upper() + text[1:]

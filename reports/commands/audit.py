@@ -31,8 +31,9 @@ def audit(
     """
     demand_supported("torch", "safetensors", "fsspec", "pandas", "pyarrow")
 
-    from ...analyses.trajectories.auditing import audit as audit_run
-    from ...analyses.trajectories.integrity import sentences, summary
+    from ...analyses.trajectories.integrity.auditing import audit as audit_run
+    from ...analyses.trajectories.integrity.result import sentences, summary
+    from ...circuits.checkpoints.steps.step import step_in_words
 
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
     with WorkProgress("audit", quiet=as_json) as progress:
@@ -40,7 +41,7 @@ def audit(
             run,
             revisions=revisions,
             options=options,
-            progress=lambda done, total, step: progress.update(done, total, f"step {step}"),
+            progress=lambda done, total, step: progress.update(done, total, step_in_words(step)),
         )
     if as_json:
         print_json(audited.as_dict())

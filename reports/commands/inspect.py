@@ -75,8 +75,8 @@ def _compared(address: str, run: "Run", options: "ReadingOptions") -> tuple[dict
         return None, []
     demand_supported("pandas", "pyarrow")
 
-    from ...analyses.trajectories.auditing import audit_checkpoints, bytes_on_this_machine
-    from ...analyses.trajectories.integrity import sentences, summary
+    from ...analyses.trajectories.integrity.auditing import audit_checkpoints, bytes_on_this_machine
+    from ...analyses.trajectories.integrity.result import sentences, summary
 
     size = bytes_on_this_machine(run.checkpoints)
     if size is None or size > _COMPARED:

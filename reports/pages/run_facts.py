@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...analyses.trajectories.auditing import NOT_NOTED, store_integrity
-from ...analyses.trajectories.integrity import frozen_sentences, unknown_sentences
+from ...analyses.trajectories.integrity.auditing import NOT_NOTED, store_integrity
+from ...analyses.trajectories.integrity.result import frozen_sentences, unknown_sentences
 from ...analyses.trajectories.store import RunStore
 from ...circuits.algebra.factor_steps import LARGEST_DISAGREEMENT
 from ...circuits.checkpoints.steps.step import step_in_words

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from qkov.analyses.trajectories import audit, auditing, track
-from qkov.analyses.trajectories.integrity import sentences, steps_in_words, summary
+from qkov.analyses.trajectories import audit, track
+from qkov.analyses.trajectories.integrity import auditing
+from qkov.analyses.trajectories.integrity.result import sentences, summary
+from qkov.analyses.trajectories.integrity.wording import steps_in_words
 from qkov.circuits import CallError, QkovError
 from qkov.circuits.weights.layer_keys import layers_in_words
 from safetensors.torch import save_file
@@ -414,3 +416,29 @@ def test_words():
     )
     assert steps_in_words([5]) == "step 5"
     assert steps_in_words(range(20)) == "steps 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 8 more"
+
+
+def test_epochs_are_called_epochs(tmp_path):
+    models = walk(5)
+    models[2] = drawn(1000)
+    models[4] = models[0]
+    for epoch, model in enumerate(models):
+        tensors = {f"blocks.{i}.attn.W_{name}": each for i, layer in enumerate(model) for name, each in layer.items()}
+        torch.save({"model": tensors, "epoch": epoch}, tmp_path / f"model_{'abcde'[epoch]}.pt")
+    audited = audit(tmp_path)
+    assert audited.unit == "epoch"
+    assert [finding.sentence.split(" hold")[0].split(" is")[0] for finding in audited.findings] == [
+        "Epochs 0 and 4",
+        "Epoch 2",
+    ]
+    assert "neighbours, epochs 1 and 3, than" in audited.findings[1].sentence
+
+
+def test_a_single_checkpoint_of_unknown_step_has_nothing_to_be_compared_with(tmp_path):
+    write(tmp_path / "run", walk(1))
+    lone = tmp_path / "run" / "model_step_0.safetensors"
+    lone.rename(tmp_path / "model.safetensors")
+    audited = audit(tmp_path / "model.safetensors")
+    assert audited.checked == [None]
+    assert audited.is_sound
+    assert summary(audited) == "Only step unknown was read: there is nothing to compare it with."

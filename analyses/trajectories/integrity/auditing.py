@@ -7,17 +7,17 @@ from typing import Any, Unpack
 
 import pandas as pd
 
-from ...circuits.architectures.mapping import Mapping
-from ...circuits.checkpoints.runs import Checkpoint, find_run
-from ...circuits.errors import CallError, QkovError
-from ...circuits.reading.checkpoint import open_checkpoint
-from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
-from ...circuits.storage.address import place_of
-from ...circuits.storage.places import LocalPlace
-from ...circuits.weights.content import layer_content
-from .contents import content_columns
-from .integrity import Integrity, integrity_of
-from .store import CONTENTS, RunStore
+from ....circuits.architectures.mapping import Mapping
+from ....circuits.checkpoints.runs import Checkpoint, find_run
+from ....circuits.errors import CallError, QkovError
+from ....circuits.reading.checkpoint import open_checkpoint
+from ....circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
+from ....circuits.storage.address import place_of
+from ....circuits.storage.places import LocalPlace
+from ....circuits.weights.content import layer_content
+from ..contents import content_columns
+from ..store import CONTENTS, RunStore
+from .result import Integrity, integrity_of
 
 #: Why a step of a store is unknown.
 NOT_NOTED = "the store does not hold the content of its weights, which earlier versions did not note."
@@ -93,7 +93,7 @@ def audit_checkpoints(
             unknown[checkpoint.step] = str(error)
         if progress is not None:
             progress(position + 1, len(checkpoints), checkpoint.step)
-    return integrity_of(pd.concat(tables, ignore_index=True), unknown)
+    return integrity_of(pd.concat(tables, ignore_index=True), unknown, checkpoints[0].unit)
 
 
 def audit_store(store: RunStore) -> Integrity:
@@ -125,11 +125,12 @@ def store_integrity(store: RunStore, contents: pd.DataFrame) -> Integrity:
         contents: What `RunStore.contents` returned.
     """
     measured, known = {step for step in store.steps() if step is not None}, set(contents["step"])
-    listed = {checkpoint["step"] for checkpoint in store.description()["checkpoints"]}
+    description = store.description()
+    listed = {checkpoint["step"] for checkpoint in description["checkpoints"]}
     expected = {step for step in listed if step is not None}
     unknown: dict[int, str] = dict.fromkeys(sorted(measured - known), NOT_NOTED)
     unknown |= dict.fromkeys(sorted(expected - measured), "it is not in the store yet.")
-    return replace(integrity_of(contents, unknown), left_out=store.description()["left_out"])
+    return replace(integrity_of(contents, unknown, description.get("unit", "step")), left_out=description["left_out"])
 
 
 def bytes_on_this_machine(checkpoints: list[Checkpoint]) -> int | None:

@@ -1,0 +1,1 @@
+"""Whether a series of checkpoints is what it claims to be."""
