@@ -209,7 +209,7 @@ def test_a_run_that_has_only_begun(tmp_path, name):
 
 def test_a_run_of_deepspeed_says_how_to_merge_it(tmp_path):
     (tmp_path / "global_step5").mkdir()
-    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "global_step5" / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
     (tmp_path / "zero_to_fp32.py").touch()
     with pytest.raises(QkovError, match=r"python \S+/zero_to_fp32.py \S+ OUT"):
         find_checkpoints(tmp_path)
