@@ -1,7 +1,7 @@
 """Track circuits over training: measure every checkpoint of a run into a run store that can be resumed."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -53,6 +53,7 @@ def track(
     workers: int | None = None,
     address: str | None = None,
     revisions: str | None = None,
+    step: str | Sequence[str] | None = None,
     directions: TaskDirections | None = None,
     progress: Callable[[int, int, int | None, bool], None] | None = None,
     options: ReadingOptions | Mapping | None = None,
@@ -83,6 +84,9 @@ def track(
             has. With one worker, loky works in this process.
         address: The address of a Dask or Ray cluster; by default one is started on this machine.
         revisions: A pattern for the revisions of a model on the hub that are its checkpoints, such as `step*`.
+        step: Where the step is in unusual names, such as `A_1_1_{step}.pt`, or several such patterns. `{step}` stands
+            for the step, `*` for any text, `{layer}` and `{head}` for numbers where one step is spread over several
+            files; `NAME=STEP` states the step of one name.
         directions: The directions with which circuits are compared, in place of the last checkpoint.
         progress: Called after each step with the number of steps done, the number of all steps, the step, and whether
             it was measured by this call.
@@ -101,13 +105,15 @@ def track(
     view = View.of(basis, rotary_offset)
     chosen_engine = engine_named(engine, workers, address)
     chosen_reading = reading_options(options, reading)
-    found_run = find_run(run, revisions)
+    patterns = chosen_reading.patterns(step)
+    found_run = find_run(run, revisions, patterns)
     checkpoints = found_run.checkpoints
     target = RunStore(store)
     settings = _as_json(
         {
             "reading": chosen_reading.settings(),
             "revisions": revisions,
+            **({"step": patterns} if patterns else {}),
             "directions": None if directions is None else {"name": directions.name, "hash": directions.fingerprint()},
             "basis": basis,
             "rotary_offset": rotary_offset,

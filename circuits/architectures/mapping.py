@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.steps.pattern import step_patterns
 from ..errors import CallError, QkovError, named_input
 from .head_counts import StatedHeads
 from .layouts import axes, groups, joins_heads
@@ -40,6 +41,7 @@ class Mapping:
         prefix: Prefix of every name. The keys of nested dictionaries are joined with dots.
         facts: What the tensors do not show.
         scalars: Numbers to carry along, such as {"loss": "val_loss"}.
+        step: Patterns for the names of a run's files, such as "A_1_1_{step}.pt", which say where the step is.
         number_of_layers: Number of layers that the model uses, if it is known; layers beyond it are left out.
         others: The mappings of the model's other stacks, such as its decoder's and its cross-attention's.
         stack: Name of the stack, if the model has several.
@@ -56,6 +58,7 @@ class Mapping:
     origin: str = "the mapping"
     number_of_layers: int | None = None
     others: tuple["Mapping", ...] = ()
+    step: tuple[str, ...] = ()
 
     def layers(self, names: Iterable[str]) -> dict[int, Names]:
         """Return the names of every layer's tensors, by the number of the layer.
@@ -255,7 +258,17 @@ def parse_mapping(
         scalars=_strings(table.get("scalars", {}), f"[scalars] of {origin}"),
         stack=table.get("stack", ""),
         origin=origin,
+        step=_step(table.get("step", []), origin),
     )
+
+
+def _step(patterns: Any, origin: str) -> tuple[str, ...]:
+    texts = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise CallError(
+            f"step of {origin} should be a pattern, such as 'A_1_1_{{step}}.pt', or a list, got {patterns!r}"
+        )
+    return tuple(pattern.text for pattern in step_patterns(texts))
 
 
 def seen(names: Iterable[str]) -> str:

@@ -205,6 +205,7 @@ MAPPING: Table = {
     "d_head": Key(("integer", "list of integers")),
     "d_value": Key(("integer",)),
     "prefix": _STRING,
+    "step": Key(("string", "list of strings")),
     "stack": _STRING,
     "scalars": Key(("table",)),
 }

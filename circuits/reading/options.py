@@ -1,6 +1,7 @@
 """How to read a checkpoint or a model, where that is not left to recognition."""
 
 from collections.abc import Mapping as Dictionary
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -56,6 +57,21 @@ class ReadingOptions:
     def recognise(self, file: TensorFile) -> Recognised:
         """Recognise the tensors of a file, as `architectures.recognition.recognise` does with these options."""
         return recognise(file, self.family, self.heads, self.prefix)
+
+    def patterns(self, step: str | Sequence[str] | None) -> tuple[str, ...]:
+        """Return the patterns for the names of a run that a call states, or else those of the mapping.
+
+        Args:
+            step: The pattern, or several, that the call states.
+
+        Raises:
+            CallError: The mapping states other patterns.
+        """
+        stated = () if self.mapping is None else self.mapping.step
+        patterns = () if step is None else (step,) if isinstance(step, str) else tuple(step)
+        if patterns and stated and patterns != stated:
+            raise CallError("the mapping states another pattern for the step; state it in one of the two")
+        return patterns or stated
 
     def settings(self) -> dict[str, Any]:
         """Return the options that decide which values are measured, in a form that JSON can hold."""

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle, reading_options
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
 from .output import print_json
 from .progress import WorkProgress
 from .requirements import demand_supported
@@ -19,6 +19,7 @@ def audit(
     heads: Heads = None,
     prefix: Prefix = None,
     revisions: Revisions = None,
+    step: Step = None,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> int:
@@ -40,6 +41,7 @@ def audit(
         audited = audit_run(
             run,
             revisions=revisions,
+            step=step,
             options=options,
             progress=lambda done, total, step: progress.update(done, total, step_in_words(step)),
         )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle, reading_options
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
 from .output import command, print_json
 from .requirements import demand_supported
 
@@ -27,6 +27,7 @@ def inspect(
     heads: Heads = None,
     prefix: Prefix = None,
     revisions: Revisions = None,
+    step: Step = None,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +47,7 @@ def inspect(
     from .inspection_text import inspection_lines, run_facts, run_lines
 
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
-    run = find_run(checkpoint, revisions)
+    run = find_run(checkpoint, revisions, options.patterns(step))
     if not as_json:
         for line in run_lines(public_address(checkpoint), run):
             print(line)

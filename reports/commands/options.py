@@ -35,6 +35,14 @@ Revisions = Annotated[
     str | None,
     typer.Option(help="For a hub id: pattern of the revisions to read as checkpoints, such as 'step*'."),
 ]
+Step = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--step",
+        help="Where the step is in unusual names: 'A_1_1_{step}.pt'. * stands for any text; {layer} and {head} for "
+        "numbers, where one step is spread over several files; 'init.pt=0' states the step of one name. Repeatable.",
+    ),
+]
 TrustPickle = Annotated[
     bool,
     typer.Option(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, TrustPickle, reading_options
+from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
 from .output import command_as_typed, default_folder, print_json
 from .progress import WorkProgress
 from .requirements import demand_supported
@@ -48,6 +48,7 @@ def track(
     heads: Heads = None,
     prefix: Prefix = None,
     revisions: Revisions = None,
+    step: Step = None,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
@@ -75,6 +76,7 @@ def track(
             workers=workers,
             address=address,
             revisions=revisions,
+            step=step,
             options=reading_options(mapping, family, heads, prefix, trust_pickle),
             progress=lambda done, total, step, new: progress.update(
                 done, total, f"{step_in_words(step)} {'measured' if new else 'already measured'}"

@@ -1,6 +1,6 @@
 """Audit a run: read its checkpoints, or what a store noted of them, and say whether the series is what it claims."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,6 +27,7 @@ def audit(
     run: Path | str,
     *,
     revisions: str | None = None,
+    step: str | Sequence[str] | None = None,
     progress: Callable[[int, int, int | None], None] | None = None,
     options: ReadingOptions | Mapping | None = None,
     **reading: Unpack[ReadingKeywords],
@@ -43,6 +44,7 @@ def audit(
     Args:
         run: A folder of checkpoints (a path, an address that fsspec knows, or a hub id), or the folder of a run store.
         revisions: A pattern for the revisions of a model on the hub that are its checkpoints, such as `step*`.
+        step: Where the step is in unusual names, such as `A_1_1_{step}.pt`, as for `track`.
         progress: Called after each checkpoint with the number read, the number of all, and its step.
         options: How to read the checkpoints, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
         **reading: The same as keywords: any field of `ReadingOptions`.
@@ -57,10 +59,10 @@ def audit(
     chosen = reading_options(options, reading)
     store = RunStore(run)
     if store.exists():
-        if revisions is not None or chosen != ReadingOptions():
+        if revisions is not None or step is not None or chosen != ReadingOptions():
             raise CallError(f"{run} is a run store, of which no checkpoint is read; leave out options for reading")
         return audit_store(store)
-    found_run = find_run(run, revisions)
+    found_run = find_run(run, revisions, chosen.patterns(step))
     return replace(audit_checkpoints(found_run.checkpoints, chosen, progress), left_out=found_run.left_out)
 
 
