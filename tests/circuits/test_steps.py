@@ -330,3 +330,132 @@ def test_a_mapping_carries_scalars_that_are_tensors(tmp_path):
     (tmp_path / "map.toml").write_text(mapping)
     opened = open_checkpoint(tmp_path / "ckpt.pt", mapping=read_mapping(tmp_path / "map.toml"))
     assert opened.scalars == {"loss": 1.5}
+
+
+def test_a_pattern_tells_the_step_in_unusual_names(tmp_path):
+    for step in (0, 250, 1000):
+        save(tmp_path / f"A_1_1_{step}.pt")
+    save(tmp_path / "A_1_2_500.pt")
+    save(tmp_path / "untrained.pt")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(CallError, match="not known which step each is of"):
+        find_checkpoints(tmp_path)
+    run = find_run(tmp_path, step="A_1_1_{step}.pt")
+    assert [checkpoint.step for checkpoint in run.checkpoints] == [0, 250, 1000]
+    assert run.checkpoints[0].step_origin == "the pattern 'A_1_1_{step}.pt'"
+    unfit = "does not fit the pattern for the step"
+    assert run.left_out == {"A_1_2_500.pt": unfit, "untrained.pt": unfit}
+    with pytest.raises(CallError, match=r"A_1_1_0.pt and A_1_1_1000.pt in .* are both of step 1;"):
+        find_run(tmp_path, step=["A_1_{step}_*.pt"])
+
+
+@pytest.mark.parametrize("name", ["A_1_1_init.pt", "A_1_1_initial.pt", "A_1_1_INIT.pt"])
+def test_a_file_named_init_can_be_step_0(tmp_path, name):
+    save(tmp_path / name)
+    save(tmp_path / "A_1_1_10.pt")
+    run = find_run(tmp_path, step="A_1_1_{step}.pt")
+    assert [(checkpoint.step, checkpoint.name) for checkpoint in run.checkpoints] == [(0, name), (10, "A_1_1_10.pt")]
+    assert "in the pattern" in str(run.checkpoints[0].step_origin)
+
+
+def test_the_step_of_one_name_can_be_told(tmp_path):
+    save(tmp_path / "before.pt")
+    save(tmp_path / "m10k.pt")
+    save(tmp_path / "m20_000.pt")
+    assert [each.step for each in find_checkpoints(tmp_path, step=["m{step}.pt", "before.pt=0"])] == [0, 10_000, 20_000]
+    (checkpoint,) = find_checkpoints(tmp_path / "before.pt", step="before.pt=1e3")
+    assert checkpoint.step == 1000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("A_1_1.pt", "says no step: expected {step}"),
+        ("A_{epoch}_{step}.pt", "contains {epoch}; expected {step}, {layer}, {head} or *"),
+        ("before.pt=first", "says no step"),
+        ("C_{step}.pt", "no name in .* fits the pattern 'C_{step}.pt'"),
+        ("A_1_1_{step}", "a pattern covers a whole name with its ending"),
+        (".+{step}.pt", "no name in .* fits"),
+        ("B_3_{step}.pt", "B_3_5fa.pt has '5fa' where the pattern .* has {step}; expected a whole number"),
+    ],
+)
+def test_a_pattern_that_cannot_be_used(tmp_path, pattern, message):
+    save(tmp_path / "A_1_1_10.pt")
+    save(tmp_path / "B_3_5fa.pt")
+    with pytest.raises(CallError, match=message) as caught:
+        find_run(tmp_path, step=pattern)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_reaches_into_folders(tmp_path):
+    for step in (5, 10):
+        save(tmp_path / f"r{step}" / f"net_{step}.pt")
+        save(tmp_path / f"r{step}" / "ema.pt")
+    (tmp_path / "config.json").write_text("{}")
+    run = find_run(tmp_path, step="r{step}/net_{step}.pt")
+    assert [(checkpoint.step, checkpoint.name) for checkpoint in run.checkpoints] == [
+        (5, "net_5.pt"),
+        (10, "net_10.pt"),
+    ]
+    assert run.checkpoints[0].files.config is not None
+    folders = tmp_path / "folders"
+    for step in (5, 10):
+        save(folders / f"{step}" / "model.pt")
+    assert steps_told(folders, "{step}") == [5, 10]
+
+
+def steps_told(run, step) -> list[int | None]:
+    return [checkpoint.step for checkpoint in find_checkpoints(run, step=step)]
+
+
+@pytest.mark.parametrize("named", ["distinct", "alike"])
+def test_one_step_may_be_spread_over_several_files(tmp_path, named):
+    """Each file holds the matrices of one layer; the run has the layers of all files of a step."""
+    for step in (1, 2, 3):
+        for layer in (0, 1, 2):
+            held = {
+                (name.replace("blocks.0", f"blocks.{layer}") if named == "distinct" else name.split(".")[-1]): tensor
+                for name, tensor in matrices(10 * step + layer).items()
+            }
+            if (step, layer) != (2, 1):
+                torch.save(held, tmp_path / f"s{step}_l{layer}.pt")
+    run = find_run(tmp_path, step="s{step}_l{layer}.pt")
+    assert [checkpoint.step for checkpoint in run.checkpoints] == [1, 3]
+    assert run.left_out == dict.fromkeys(("s2_l0.pt", "s2_l2.pt"), "is of step 2, which has no file for part 1")
+    pattern = "blocks.{layer}.attn.W_" if named == "distinct" else "{layer}.W_"
+    (tmp_path / "map.toml").write_text(
+        'layout = "transformer_lens"\nstep = "s{step}_l{layer}.pt"\n[tensors]\n'
+        + "\n".join(f'{role} = "{pattern}{role}"' for role in "QKVO")
+    )
+    mapping = read_mapping(tmp_path / "map.toml")
+    assert mapping.step == ("s{step}_l{layer}.pt",)
+    layers = list(open_checkpoint(run.checkpoints[1].files, mapping).layers())
+    assert [weights.layer for weights in layers] == [0, 1, 2]
+    for layer, weights in enumerate(layers):
+        expected = matrices(30 + layer)
+        torch.testing.assert_close(weights.W_Q, expected["blocks.0.attn.W_Q"], rtol=0, atol=0)
+        torch.testing.assert_close(weights.W_O, expected["blocks.0.attn.W_O"], rtol=0, atol=0)
+    before = run.checkpoints[1].fingerprint()
+    (tmp_path / "s3_l2.pt").write_bytes((tmp_path / "s1_l2.pt").read_bytes())
+    assert find_run(tmp_path, step="s{step}_l{layer}.pt").checkpoints[1].fingerprint() != before
+
+
+def test_every_head_may_have_a_file(tmp_path):
+    for step in (1, 2):
+        for layer in (0, 1):
+            for head in (0, 1):
+                generator = torch.Generator().manual_seed(100 * step + 10 * layer + head)
+                held = {role: torch.randn(3, 6, generator=generator) for role in "QK"}
+                torch.save(held, tmp_path / f"{step}-{layer}-{head}.pt")
+    (tmp_path / "map.toml").write_text(
+        'layout = "linear"\nheads = 2\n[tensors]\nQ = "{layer}.{head}.Q"\nK = "{layer}.{head}.K"\n'
+    )
+    run = find_run(tmp_path, step="{step}-{layer}-{head}.pt")
+    assert [checkpoint.step for checkpoint in run.checkpoints] == [1, 2]
+    for layer, weights in enumerate(
+        open_checkpoint(run.checkpoints[1].files, read_mapping(tmp_path / "map.toml")).layers()
+    ):
+        for head in (0, 1):
+            generator = torch.Generator().manual_seed(200 + 10 * layer + head)
+            assert weights.W_Q is not None
+            torch.testing.assert_close(weights.W_Q[head].mT, torch.randn(3, 6, generator=generator), rtol=0, atol=0)

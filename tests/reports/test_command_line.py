@@ -311,3 +311,116 @@ def test_other_layouts_of_strangers_by_a_mapping(strangers, tmp_path, capsys, fi
             dense = {"QK": W_K[head].T @ W_Q[head], "OV": W_O[:, own] @ W_V[head]}
         expected = np.linalg.svd(dense[row["circuit"]])[1][:inner]
         np.testing.assert_allclose(row["singular_values"], expected, rtol=1e-6, atol=1e-9)
+
+
+def save_layer(path: Path, seed: int = 0, **values) -> None:
+    """Save a layer with TransformerLens' names as training scripts do, with values beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"Q": (2, 6, 3), "K": (2, 6, 3), "V": (2, 6, 3), "O": (2, 3, 6)}
+    state = {f"blocks.0.attn.W_{role}": torch.randn(shape, generator=generator) for role, shape in shapes.items()}
+    torch.save({"model": state, **values}, path)
+
+
+def test_a_model_whose_step_is_not_known_has_none(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_layer(Path("gpt2.pt"))
+    assert run(["inspect", "gpt2.pt"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "gpt2.pt: 1 checkpoint, step unknown"
+    assert run(["inspect", "gpt2.pt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == [None]
+    assert run(["track", "gpt2.pt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"] == [None]
+    assert [path.name for path in Path("qkov-gpt2/steps").iterdir()] == ["step-unknown.parquet"]
+    table = RunStore("qkov-gpt2").table()
+    assert table["step"].isna().all()
+    assert len(table) == 4
+    page = Path("qkov-gpt2/report.html").read_text()
+    assert "1 checkpoint, step unknown;" in page
+    assert "step 0" not in page
+    assert run(["track", "gpt2.pt"]) == 0
+    assert "kept 1 already measured" in capsys.readouterr().out
+    assert run(["report", "qkov-gpt2"]) == 0
+
+
+def test_steps_from_files_are_printed_with_their_origin(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_layer(Path("run/best.pt"), 1, iter_num=500)
+    save_layer(Path("run/last.pt"), 2, iter_num=700)
+    save_layer(Path("run/other.pt"), 3)
+    assert run(["inspect", "run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "run: 2 checkpoints, step 500 to 700",
+        "  steps 500, 700: iter_num in the file",
+        "left out other.pt: has no step in its name or in its file, unlike others",
+    ]
+
+
+def test_epochs_are_shown_as_epochs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for epoch in (1, 3):
+        save_layer(Path(f"run/epoch_{epoch}.pt"), epoch)
+    assert run(["inspect", "run"]) == 0
+    assert capsys.readouterr().out.startswith("run: 2 checkpoints, epoch 1 to 3\n")
+    assert run(["track", "run"]) == 0
+    assert "note: only epochs are known, so epochs take the place of steps" in capsys.readouterr().out
+    page = Path("qkov-run/report.html").read_text()
+    assert "2 checkpoints, epoch 1 to 3;" in page
+    assert "per epoch" in page
+    assert "per training step" not in page
+    rows = RunStore("qkov-run").table()
+    later = rows[rows["step"] == 3]
+    earlier = rows[rows["step"] == 1]
+    speed = later["change_norm"].to_numpy() / earlier["frobenius_norm"].to_numpy() / 2
+    np.testing.assert_allclose(later["relative_speed"], speed)
+    assert set(later["reference"]) == {"epoch 3"}
+
+
+def test_seeds_are_refused_and_a_pattern_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed in (1, 2, 3, 4):
+        save_layer(Path(f"seeds/model_seed{seed}.pt"), seed)
+        save_layer(Path(f"odd/A_1_1_{100 * seed}.pt"), seed)
+    save_layer(Path("odd/A_1_1_init.pt"))
+    for command in ("inspect", "track", "audit"):
+        status, line = refused(capsys, [command, "seeds"])
+        assert status == 2
+        assert "the names tell several seeds apart" in line
+        assert "--step" in line
+        assert refused(capsys, [command, "odd"])[0] == 2
+        assert run([command, "odd", "--step", "A_1_1_{step}.pt", "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["checked" if command == "audit" else "steps" if command == "inspect" else "measured"] == [
+            *(0, 100, 200, 300, 400)
+        ]
+    status, line = refused(capsys, ["track", "odd", "--step", "A_{epoch}.pt", "--out", "none"])
+    assert status == 2
+    assert not Path("none").exists()
+
+
+def test_a_checkpoint_that_states_another_step_than_its_name_is_reported(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_layer(Path("run/step_10.pt"), 1, iter_num=10)
+    save_layer(Path("run/step_20.pt"), 2, iter_num=25)
+    assert run(["inspect", "run"]) == 0
+    assert "note: step_20.pt is taken for step 20, but iter_num in the file is 25" in capsys.readouterr().out
+    assert run(["track", "run"]) == 0
+    assert "note: the checkpoint taken for step 20 states step 25" in capsys.readouterr().out
+    assert "the checkpoint taken for step 20 states step 25" in Path("qkov-run/report.html").read_text()
+
+
+def test_the_loss_of_a_trainer_is_in_the_store_and_in_the_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (10, 20):
+        folder = Path(f"run/checkpoint-{step}")
+        save_layer(folder / "pytorch_model.bin", step)
+        history = [{"step": 10, "loss": 2.5, "learning_rate": 1e-3}, {"step": 20, "loss": 1.5, "learning_rate": 5e-4}]
+        state = {"global_step": step, "log_history": history[: step // 10]}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert run(["track", "run"]) == 0
+    table = RunStore("qkov-run").table()
+    assert dict(zip(table["step"], table["training_loss"], strict=True)) == {10: 2.5, 20: 1.5}
+    assert dict(zip(table["step"], table["training_learning_rate"], strict=True)) == {10: 1e-3, 20: 5e-4}
+    assert "As saved with the weights." in Path("qkov-run/report.html").read_text()
