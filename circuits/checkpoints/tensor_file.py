@@ -107,7 +107,7 @@ def in_memory(tensor: Tensor, name: str) -> Tensor:
 
 
 def demand_no_adapters(names: Iterable[str], address: str) -> None:
-    """Refuse weights with LoRA adapters beside them, which have to be added to the weights first.
+    """Refuse weights with adapters beside them, such as LoRA's, which have to be added to the weights first.
 
     Args:
         names: The names of the tensors.
@@ -116,5 +116,10 @@ def demand_no_adapters(names: Iterable[str], address: str) -> None:
     Raises:
         QkovError: A name is that of an adapter.
     """
+    other = next((name for name in names if ".base_layer." in name and ".lora_" not in name), None)
     if any(".lora_" in name for name in names):
         raise QkovError(f"{address} holds LoRA adapters beside its weights; merge them first (merge_and_unload)")
+    if other is not None:
+        raise QkovError(
+            f"{address} holds the weights of a model with adapters of PEFT, such as {other}; merge them first"
+        )

@@ -160,9 +160,30 @@ def open_tensors(file: TensorFile, options: ReadingOptions) -> OpenCheckpoint:
     with named_input(file.address, "a checkpoint", "name its tensors in a mapping file (--map FILE.toml)"):
         demand_no_adapters(file.shapes, file.address)
         file = effective(file)
-        if stated is not None:
-            return OpenCheckpoint(file, stated)
-        if is_own(file):
-            return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
-        file = unwrapped(file)
-        return OpenCheckpoint(file, options.recognise(file))
+        try:
+            if stated is not None:
+                return OpenCheckpoint(file, stated)
+            if is_own(file):
+                return OpenCheckpoint(file, Recognised("as qkov's own format", (own_mapping(file),)))
+            file = unwrapped(file)
+            return OpenCheckpoint(file, options.recognise(file))
+        except QkovError as error:
+            _demand_readable(file, error)
+            raise
+
+
+def _demand_readable(file: TensorFile, error: QkovError) -> None:
+    """Refuse a file whose tensors are in another form, in place of saying that it has none that are recognised.
+
+    Args:
+        file: The file.
+        error: Why its layers were not found.
+
+    Raises:
+        QkovError: Some of its tensors cannot be read as they are.
+    """
+    for name, why in file.unread.items():
+        if not why.startswith("an object"):
+            others = len(file.unread) - 1
+            more = f" ({others} more entries are not read)" if others else ""
+            raise QkovError(f"{name} of {file.address} is not read, since it is {why}{more}") from error

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import QkovError, named_input
+from ...errors import QkovError, named_input, reason
 from ...storage.places import LocalPlace, Place
 from ..pickles.archives import load_archive, load_bytes
 from ..pickles.contents import contents_of
@@ -65,7 +65,11 @@ class DistributedCheckpoint(TensorFile):
             self.shapes = {name: _size_of(described[name]) for name in self._types}
             self._demand_covered()
             self.containers = _containers(loaded)
-        objects = {name: stored[name][None] for name in described if name not in self._types and name in stored}
+        objects = {
+            name: stored[name][None]
+            for name in described
+            if name not in self._types and None in stored.get(name, {}) and isinstance(name, str)
+        }
         files = {piece.file for pieces in (*self._pieces.values(), objects.values()) for piece in pieces}
         for file in sorted(files):
             demand_inside(file, "a tensor", metadata)
@@ -75,7 +79,8 @@ class DistributedCheckpoint(TensorFile):
         self._read_objects(
             {name: piece for name, piece in objects.items() if piece.stop - piece.start < _LONGEST_OBJECT}
         )
-        self.unread |= dict.fromkeys(objects.keys() - self.values.keys() - self.lists.keys(), "an object")
+        known = {*self.values, *self.lists, *self.unread}
+        self.unread |= dict.fromkeys(sorted(objects.keys() - known), "an object that holds no plain value")
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors with these names, put together from their pieces.
@@ -114,10 +119,14 @@ class DistributedCheckpoint(TensorFile):
     def _read_objects(self, objects: Mapping[str, _Piece]) -> None:
         """Take the plain values among the objects that stand beside the tensors, such as the step."""
         for (name, piece), content in zip(objects.items(), self._fetch(list(objects.values())), strict=True):
-            with named_input(f"{name} of {self.address}", "an object of a distributed checkpoint"):
+            try:
                 held = contents_of({name: load_bytes(content).content}, piece.stop - piece.start, content.size)
-                self.values |= held.values
-                self.lists |= held.lists
+            except (DamagedError, RecursionError) as error:
+                self.unread[name] = f"an object that is damaged ({reason(error)})"
+                continue
+            self.values |= held.values
+            self.lists |= held.lists
+            self.unread |= held.unread
 
     def _demand_covered(self) -> None:
         """Refuse tensors that their pieces do not cover once."""
