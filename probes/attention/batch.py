@@ -88,6 +88,7 @@ class WatchedBatch:
         source: The source of the maps.
         arguments: The arguments that the model was called with, by name.
         sums: The sums by layer and measure.
+        modes: The mode that each layer ran in.
         maps: Copies of the maps that are kept, on the CPU.
     """
 
@@ -95,6 +96,7 @@ class WatchedBatch:
     source: MapSource
     arguments: Mapping[str, Any]
     sums: dict[LayerKey, dict[str, HeadSums]] = field(default_factory=dict, init=False)
+    modes: dict[LayerKey, str] = field(default_factory=dict, init=False)
     maps: dict[HeadKey, Tensor] = field(default_factory=dict, init=False)
     _sides: dict[Any, Sides] = field(default_factory=dict, init=False)
     _queries: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -146,6 +148,7 @@ class WatchedBatch:
                 sums[f"{name}_at_readout"] = _over_examples(measured.at(name, sides))
             self._heads[layer_map.key] = measured.at("relevant", sides)
         self.sums[layer_map.key] = sums
+        self.modes[layer_map.key] = layer_map.mode
         if stack == "" and self.settings.rollout is not None and layer_map.is_self:
             self._roll_out(self.settings.rollout, layer, attention, sides)
         self._keep_maps(layer_map.key, attention)
@@ -227,9 +230,12 @@ def _of_rows(rows: LayerRows, names: tuple[str, ...]) -> dict[str, HeadSums]:
     wanted = {"chance", *(f"{name}_at_readout" for name in AT_READOUT)} if "relevant" in names else set()
     heads, sequences = rows.attention.shape[:2]
     queries = torch.full((heads,), sequences, dtype=torch.float64)
-    sums = {
-        name: HeadSums(upcast(values).sum(dim=0).cpu(), queries)
-        for name, values in row_measures(rows.attention, rows.sequences).items()
-        if name in wanted.union(names)
-    }
+    has_relevant = (rows.sequences.counts * rows.sequences.relevant).sum(dim=-1) > 0
+    sums = {}
+    for name, values in row_measures(rows.attention, rows.sequences).items():
+        if name in wanted.union(names):
+            # Sequences without a relevant entry count for the other measures alone.
+            counted = has_relevant if name.startswith(("relevant", "chance")) else torch.ones_like(has_relevant)
+            total = upcast(torch.where(counted.to(values.device)[:, None], values, 0.0)).sum(dim=0).cpu()
+            sums[name] = HeadSums(total, counted.sum().cpu().double().expand(heads))
     return {"queries": HeadSums(queries, torch.ones_like(queries)), **sums}

@@ -28,7 +28,8 @@ class QueryMeasures:
     | `sink` | | p_ij of the first token |
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
 
-    Queries without any weight, which dropout may produce, are left out everywhere. How far a query can see is taken
+    Queries without any weight, which dropout may produce, are left out everywhere, and those of an example without any
+    relevant token are left out of `relevant` and `chance`. How far a query can see is taken
     from how far back the last token and how far ahead the first token sees, which holds for causal, bidirectional and
     sliding attention.
     """
@@ -61,8 +62,11 @@ class QueryMeasures:
                 values, exists = _neighbours(attention, sides.keys, sides.offset + step)
                 self._add(name, values.to(total.dtype) / total, exists[:, None])
         if "relevant" in names and sides.relevant is not None:
-            self._add("relevant", rows.relevant / total)
-            self._add("chance", _chance(attention, sides, sides.relevant).to(total.dtype)[:, None].expand_as(total))
+            # Where no token is relevant there is nothing to measure: 0 would say that nobody attends to it.
+            exists = sides.relevant.any(dim=1)[:, None, None].expand(-1, 1, total.shape[2])
+            self._add("relevant", rows.relevant / total, exists)
+            chance = _chance(attention, sides, sides.relevant).to(total.dtype)
+            self._add("chance", chance[:, None].expand_as(total), exists)
 
     def _add(
         self,
@@ -195,8 +199,10 @@ def row_measures(
     # Entries that do not occur have no attention.
     per_key = weights / counts.clamp_min(torch.finfo(counts.dtype).tiny)[:, None]
     entropy = torch.special.entr(weights).sum(dim=-1) + torch.special.xlogy(weights, counts[:, None]).sum(dim=-1)
-    on_relevant = (weights * relevant[:, None]).sum(dim=-1)
-    chance = ((counts * relevant).sum(dim=-1) / counts.sum(dim=-1))[:, None].expand_as(on_relevant)
+    occurs = (counts * relevant).sum(dim=-1)
+    has_relevant = (occurs > 0)[:, None]
+    on_relevant = torch.where(has_relevant, (weights * relevant[:, None]).sum(dim=-1), torch.nan)
+    chance = torch.where(has_relevant, (occurs / counts.sum(dim=-1))[:, None].expand_as(on_relevant), torch.nan)
     return {
         "entropy": entropy,
         "largest": torch.where(counts[:, None] > 0, per_key, 0.0).amax(dim=-1),

@@ -35,7 +35,7 @@ def message_page(name: str, message: str) -> str:
     return _TEMPLATE.render(name=name, words=message, figure="", table="")
 
 
-def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure) -> str:
+def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure, mode: str = "") -> str:
     """Return a fragment of HTML that needs no other file.
 
     Args:
@@ -43,9 +43,15 @@ def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure)
         table: One row for each head, as `AttentionProbe.table` returns it.
         examples: One row for each example, as `AttentionProbe.examples` returns it.
         figure: The drawing of the table.
+        mode: The mode that the model ran in, in words.
     """
     count = "1 example" if len(examples) == 1 else f"{len(examples)} examples"
     parts = [f"{count}, {int(examples['tokens'].sum())} tokens"] if len(examples) else []
+    if mode:
+        parts.append(mode)
+    without = int((examples["relevant"].astype(float) == 0).sum())
+    if without:
+        parts.append(f"{without} of {len(examples)} without a relevant token, left out of what is said about these")
     rolled = examples[["rollout", "chance"]].astype(float).dropna()
     if len(rolled):
         parts.append(f"rollout on relevant tokens {rolled['rollout'].mean():.3f}, chance {rolled['chance'].mean():.3f}")

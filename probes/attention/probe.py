@@ -56,9 +56,9 @@ class AttentionProbe:
     inside the context (by copy, pickle, torch.save or an average of weights) is a plain model with its own weights,
     unwatched.
     Several probes and the user's own hooks can be used together; a probe sees a map as all of the user's hooks have
-    left it. In training mode, models of transformers give maps after dropout, which
-    are the maps that the model used; those of torch.nn.MultiheadAttention are computed without dropout. A call counts
-    once it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model.
+    left it. In training mode, models of transformers give maps after dropout, which are the maps that the model used;
+    those of torch.nn.MultiheadAttention are maps before dropout. The table and the card say which. A call counts once
+    it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model.
 
     With cached keys, as in `generate`, queries are the last positions, and rollout is left out (NaN). It is also left
     out for an encoder and a decoder, whose maps form three stacks; the masks given here are then those of the encoder's
@@ -148,6 +148,7 @@ class AttentionProbe:
     def reset(self) -> None:
         """Discard everything that was measured."""
         self._sums: dict[LayerKey, dict[str, HeadSums]] = {}
+        self._modes: dict[LayerKey, list[str]] = {}
         self._examples: list[ExampleValues] = []
         self._maps: dict[HeadKey, list[Tensor]] = {}
         self._strays = 0
@@ -178,16 +179,17 @@ class AttentionProbe:
         self._stop()
 
     def table(self) -> pd.DataFrame:
-        """Return a row for each head: stack (if there are several), layer, head, queries, measures, finite.
+        """Return a row for each head: stack (if there are several), layer, head, queries, measures, finite, mode.
 
-        Measures are means over `queries` queries; NaN if there was nothing to average. Where `finite` is false, the
-        head's maps had values that are not finite, and so have its means.
+        `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. Measures are means
+        over `queries` queries; NaN if there was nothing to average, as for `relevant` where no example has a relevant
+        token. Where `finite` is false, the head's maps had values that are not finite, and so have its means.
 
         Raises:
             CallError: The model has not been called.
         """
         self._demand_calls()
-        return head_table({key: self._sums[key] for key in self._source.keys if key in self._sums})
+        return head_table({key: self._sums[key] for key in self._source.keys if key in self._sums}, self._modes)
 
     def examples(self, *, by_head: bool = False) -> pd.DataFrame:
         """Return a row for each example, in the order in which they came.
@@ -195,8 +197,8 @@ class AttentionProbe:
         Columns: example, tokens (their number), readout (its position), relevant (the number of relevant tokens),
         chance (their share among the tokens, in a causal model among those up to the readout), rollout (its mass on the
         relevant tokens at the readout), attention (the mean over all heads of theirs there). NaN where a value does not
-        exist. The attention of every head is kept for every example, which takes 4 bytes a head; call `reset()` from
-        time to time in a long run.
+        exist, as for an example without a relevant token. The attention of every head is kept for every example, which
+        takes 4 bytes a head; call `reset()` from time to time in a long run.
 
         Args:
             by_head: Whether to return a row for each example and head, with the head's attention on the relevant
@@ -248,9 +250,13 @@ class AttentionProbe:
         from .page import message_page, page
 
         try:
-            return page(self.name, self.table(), self.examples(), self.figure())
+            return page(self.name, self.table(), self.examples(), self.figure(), self._mode_in_words())
         except CallError as error:
             return message_page(self.name, str(error))
+
+    def _mode_in_words(self) -> str:
+        modes = list(dict.fromkeys(mode for of_layer in self._modes.values() for mode in of_layer))
+        return "; ".join(f"{mode.split(',')[0]} mode{mode.partition(',')[1]}{mode.partition(',')[2]}" for mode in modes)
 
     def __repr__(self) -> str:
         """Return the watched model's name, its number of layers and the number of examples seen."""
@@ -278,6 +284,10 @@ class AttentionProbe:
         for key, by_name in batch.sums.items():
             before = sums.get(key, {})
             sums[key] = before | {name: before[name] + new if name in before else new for name, new in by_name.items()}
+        for key, mode in batch.modes.items():
+            modes = self._modes.setdefault(key, [])
+            if mode not in modes:
+                modes.append(mode)
         for key, kept in batch.maps.items():
             self._maps.setdefault(key, []).append(kept)
         if examples is not None:

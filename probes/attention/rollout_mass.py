@@ -59,8 +59,15 @@ class RolloutMass:
         self._columns = (1 - residual) * carried + residual * columns
 
     def mass(self) -> Float[Tensor, " batch"] | None:
-        """Return the mass on the relevant tokens at each readout position; None if it is not known which are."""
-        return self._at_readout()[:, 0] if self._has_relevant else None
+        """Return the mass on the relevant tokens at each readout position; None if it is not known which are.
+
+        It is NaN for an example without any.
+        """
+        relevant = self._sides.relevant
+        if relevant is None:
+            return None
+        mass = self._at_readout()[:, 0]
+        return torch.where(relevant.any(dim=1).to(mass.device), mass, torch.nan)
 
     def chance(self) -> Float[Tensor, " batch"] | None:
         """Return the share of relevant tokens among all tokens; in a causal model, among those up to the readout."""
@@ -69,7 +76,8 @@ class RolloutMass:
             return None
         positions = torch.arange(sides.keys.shape[1], device=sides.keys.device)
         seen = sides.keys & ((positions <= sides.readout[:, None]) | self._sees_ahead)
-        return (sides.relevant & seen).sum(dim=1) / seen.sum(dim=1)
+        share = (sides.relevant & seen).sum(dim=1) / seen.sum(dim=1)
+        return torch.where(sides.relevant.any(dim=1), share, torch.nan)
 
     def rows(self) -> Float[Tensor, "batch position"]:
         """Return the whole row at each readout position.

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from ...analyses.attention.maps.modes import EVALUATION
 from ...circuits.weights.layer_keys import LayerKey
 from .batch import ExampleValues, HeadSums
 
@@ -24,11 +25,14 @@ COLUMNS = (
 )
 
 
-def head_table(sums: Mapping[LayerKey, Mapping[str, HeadSums]]) -> pd.DataFrame:
-    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite.
+def head_table(
+    sums: Mapping[LayerKey, Mapping[str, HeadSums]], modes: Mapping[LayerKey, Sequence[str]]
+) -> pd.DataFrame:
+    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite, mode.
 
     Args:
         sums: The sums by layer and measure; `queries` holds the number of queries.
+        modes: The modes that each layer ran in; without any other than evaluation there is no column for them.
     """
     parts = []
     for (stack, layer), by_name in sums.items():
@@ -45,11 +49,14 @@ def head_table(sums: Mapping[LayerKey, Mapping[str, HeadSums]]) -> pd.DataFrame:
                     "queries": by_name["queries"].total.numpy().astype(int),
                     **means,
                     "finite": np.logical_and.reduce(finite) if finite else np.ones(heads, dtype=bool),
+                    "mode": "; ".join(modes.get((stack, layer), [EVALUATION])),
                 }
             )
         )
     table = pd.concat(parts, ignore_index=True)
     ordered = ["stack", "layer", "head", "queries", *(name for name in COLUMNS if name in table), "finite"]
+    if (table["mode"] != EVALUATION).any():
+        ordered.append("mode")
     stacks = table["stack"].nunique() > 1
     return table[ordered if stacks else ordered[1:]]
 

@@ -28,6 +28,8 @@ def plain_measures(
             rows: dict[str, list[float]] = {name: [] for name in found}
             for example, tokens in enumerate(mask.tolist()):
                 real = [place for place, is_token in enumerate(tokens) if is_token]
+                # An example without a relevant token has no attention on relevant tokens.
+                has_relevant = any(bool(relevant[example, key]) for key in real)
                 read = real[-1] if readout is None else readout[example]
                 for query in real:
                     weights = {key: float(attention[example, head, query, key]) for key in real}
@@ -35,21 +37,22 @@ def plain_measures(
                     shares = {key: weight / total for key, weight in weights.items()}
                     seen = [key for key in real if not causal or key <= query]
                     seen = [key for key in seen if window is None or query - key < window]
-                    values = {
+                    values: dict[str, float] = {
                         "entropy": -math.fsum(share * math.log(share) for share in shares.values() if share > 0),
                         "largest": max(shares.values()),
-                        "relevant": math.fsum(share for key, share in shares.items() if relevant[example, key]),
-                        "chance": sum(bool(relevant[example, key]) for key in seen) / len(seen),
                         "sink": shares[real[0]],
                         "self": shares[query],
                     }
+                    if has_relevant:
+                        values["relevant"] = math.fsum(share for key, share in shares.items() if relevant[example, key])
+                        values["chance"] = sum(bool(relevant[example, key]) for key in seen) / len(seen)
                     for name, key in (("previous", query - 1), ("next", query + 1)):
                         if key in shares:
                             values[name] = shares[key]
                     if asked is None or asked[example, query]:
                         for name, value in values.items():
                             rows[name].append(value)
-                    if query == read:
+                    if query == read and has_relevant:
                         rows["relevant_at_readout"].append(values["relevant"])
                         rows["chance_at_readout"].append(values["chance"])
             for name, values in rows.items():

@@ -17,6 +17,7 @@ from torch import Tensor
 from ....circuits.weights.layer_keys import LayerKey
 from ...dynamics.sequences import Sequences
 from .calls import OnCall, on_call
+from .modes import EVALUATION
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +29,14 @@ class LayerMap:
         attention: Its map; rows need not sum to 1.
         is_self: Whether queries and keys are the same sequence; the queries are then its last positions.
         real_keys: True where a key is a token, if the layer itself was called with a mask.
+        mode: The mode that the layer ran in, and in training mode what its dropout did to the map.
     """
 
     key: LayerKey
     attention: Float[Tensor, "batch head query key"]
     is_self: bool = True
     real_keys: Bool[Tensor, "batch key"] | None = None
+    mode: str = EVALUATION
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from torch import nn
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import CallHook, OnCall, around_forward, on_call
 from .fused_layers import Progress, around_fused
+from .modes import EVALUATION, training_mode
 from .numbering import numbered
 from .source import InputReceiver, LayerMap, MapSource, Receiver
 from .torch_weights import attended, attention_weights, real_keys
@@ -100,7 +101,8 @@ def _hook(
         length = keys.shape[0 if keys.ndim == 2 or not module.batch_first else 1]
         attention = weights[..., :length]
         known = real_keys(arguments.get("key_padding_mask"))
-        receive(LayerMap(key, attention, is_self=query is keys, real_keys=known))
+        mode = training_mode(module.dropout, before=True) if module.training else EVALUATION
+        receive(LayerMap(key, attention, is_self=query is keys, real_keys=known, mode=mode))
         if not consume:
             return None
         return attended(module, arguments["value"], attention, weights[..., length:]), *output[1:]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ....circuits.live.hooked_blocks import hooked_blocks
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
+from .modes import mode_after_dropout
 from .source import InputReceiver, LayerMap, MapSource, Receiver
 
 #: The names that attention modules of different versions give to what they read.
@@ -57,12 +58,14 @@ class HookedMaps(MapSource):
         for key, attention in self._attentions.items():
             if inputs is not None:
                 yield before_forward(attention.module, _input_hook(key, inputs))
-            yield on_call(attention.point, _map_hook(key, receive))
+            yield on_call(attention.point, _map_hook(key, attention.module, receive))
 
 
-def _map_hook(key: LayerKey, receive: Receiver) -> CallHook:
+def _map_hook(key: LayerKey, module: nn.Module, receive: Receiver) -> CallHook:
     def hook(_args: tuple[Any, ...], _kwargs: dict[str, Any], attention: Tensor) -> None:
-        receive(LayerMap(key, attention, is_self="cross" not in key[0]))
+        # A bridge drops weights before they pass the hook point, at the rate that the module inside it keeps.
+        mode = mode_after_dropout(module.modules())
+        receive(LayerMap(key, attention, is_self="cross" not in key[0], mode=mode))
 
     return hook
 

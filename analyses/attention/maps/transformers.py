@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ....circuits.errors import CallError
 from ....circuits.weights.layer_keys import LayerKey, layer_name
 from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
+from .modes import mode_after_dropout
 from .numbering import layer_numbers
 from .source import InputReceiver, LayerMap, MapSource, Receiver
 
@@ -137,7 +138,7 @@ class TransformersMaps(MapSource):
                 raise CallError(f"{layer_name(*key)} of {self.name} gave no attention map; {remedy}")
             if module.ask:
                 _demand_weights(attention, key, module, self.name)
-            receive(LayerMap(key, attention, is_self=not module.cross))
+            receive(LayerMap(key, attention, is_self=not module.cross, mode=mode_after_dropout([module.module])))
             if not consume:
                 return None
             # The blocks around the module would keep the map until the next layer, or until the end.
