@@ -106,7 +106,7 @@ def track(
     chosen_engine = engine_named(engine, workers, address)
     chosen_reading = reading_options(options, reading)
     patterns = chosen_reading.patterns(step)
-    found_run = find_run(run, revisions, patterns)
+    found_run = find_run(run, revisions, patterns, chosen_reading.series)
     checkpoints = found_run.checkpoints
     target = RunStore(store)
     settings = _as_json(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.finding.in_file import SeriesNames, split_prefix
 from ..checkpoints.steps.pattern import step_patterns
 from ..errors import CallError, QkovError, named_input
 from .head_counts import StatedHeads
@@ -42,6 +43,7 @@ class Mapping:
         facts: What the tensors do not show.
         scalars: Numbers to carry along, such as {"loss": "val_loss"}.
         step: Patterns for the names of a run's files, such as "A_1_1_{step}.pt", which say where the step is.
+        series: The list of checkpoints in one file, and that of their steps, if the prefix has {step}.
         number_of_layers: Number of layers that the model uses, if it is known; layers beyond it are left out.
         others: The mappings of the model's other stacks, such as its decoder's and its cross-attention's.
         stack: Name of the stack, if the model has several.
@@ -59,6 +61,7 @@ class Mapping:
     number_of_layers: int | None = None
     others: tuple["Mapping", ...] = ()
     step: tuple[str, ...] = ()
+    series: SeriesNames | None = None
 
     def layers(self, names: Iterable[str]) -> dict[int, Names]:
         """Return the names of every layer's tensors, by the number of the layer.
@@ -244,22 +247,35 @@ def parse_mapping(
         raise CallError(f"{origin} has the unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
     tensors = _strings(table.get("tensors", {}), f"[tensors] of {origin}")
     _demand_circuits(tensors, origin)
-    for name in ("prefix", "stack"):
+    for name in ("prefix", "stack", "steps"):
         if name in table and type(table[name]) is not str:
             raise CallError(f"{name} of {origin} should be of type str, got {table[name]!r}")
     if heads is None:
         heads = _stated_heads(table, origin)
+    prefix, series = _series(table, origin)
     return Mapping(
         tensors=tensors,
         layouts=_layouts(table.get("layout"), tensors, heads, origin),
         heads=heads,
-        prefix=table.get("prefix", ""),
+        prefix=prefix,
         facts=StatedFacts({name: table[name] for name in FACTS if name in table}, cases, origin),
         scalars=_strings(table.get("scalars", {}), f"[scalars] of {origin}"),
         stack=table.get("stack", ""),
         origin=origin,
         step=_step(table.get("step", []), origin),
+        series=series,
     )
+
+
+def _series(table: dict[str, Any], origin: str) -> tuple[str, SeriesNames | None]:
+    """Return the prefix within one checkpoint, and the series of checkpoints in a file that the table names."""
+    steps = table.get("steps")
+    name, prefix = split_prefix(table.get("prefix", ""))
+    if name is None and steps is not None:
+        raise CallError(f"{origin} has steps and no {{step}} in its prefix; expected prefix = 'NAME.{{step}}' as well")
+    if name is None:
+        return prefix, SeriesNames(None) if prefix else None
+    return prefix, SeriesNames(name, steps)
 
 
 def _step(patterns: Any, origin: str) -> tuple[str, ...]:

@@ -206,6 +206,7 @@ MAPPING: Table = {
     "d_value": Key(("integer",)),
     "prefix": _STRING,
     "step": Key(("string", "list of strings")),
+    "steps": _STRING,
     "stack": _STRING,
     "scalars": Key(("table",)),
 }

@@ -29,12 +29,14 @@ class CheckpointFiles:
         trainer_state: The trainer's state, if there is one.
         parts: All files of the weights if they are spread over several, each with the numbers of its layer and head,
             joined by a dot; `weights` is the first of them.
+        element: The prefix of the checkpoint's tensors if the file holds several checkpoints.
     """
 
     weights: Place
     config: Place | None = None
     trainer_state: Place | None = None
     parts: tuple[tuple[str, Place], ...] = ()
+    element: str = ""
 
     @property
     def sidecars(self) -> list[Place]:
@@ -45,7 +47,7 @@ class CheckpointFiles:
         """Return the same files with each place replaced by what `convert` returns for it."""
         config, state = (place and convert(place) for place in (self.config, self.trainer_state))
         parts = tuple((part, convert(place)) for part, place in self.parts)
-        return CheckpointFiles(parts[0][1] if parts else convert(self.weights), config, state, parts)
+        return CheckpointFiles(parts[0][1] if parts else convert(self.weights), config, state, parts, self.element)
 
 
 def files_at(place: Place) -> CheckpointFiles:

@@ -1,6 +1,7 @@
 """Open the weights at a path or address."""
 
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from ..errors import CallError, QkovError
 from ..storage.address import place_of
@@ -11,10 +12,14 @@ from .joined_files import JoinedFiles
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .refusals import foreign_format, partial_weights
 from .safetensors_file import SafetensorsFile
+from .series import element_of
 from .sharded_file import ShardedWeights
 from .sidecars import LOGGED, read_config, training_values
 from .tensor_file import SUFFIXES, TensorFile
 from .torch_file import TorchFile
+
+#: The files of several checkpoints that are open, so that the next checkpoint in one does not open it again.
+_CONTAINERS: WeakValueDictionary[tuple[str, tuple[int, ...] | None, bool], TensorFile] = WeakValueDictionary()
 
 
 def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bool = False) -> TensorFile:
@@ -33,7 +38,10 @@ def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bo
         QkovError: The weights cannot be read.
     """
     files = address if isinstance(address, CheckpointFiles) else files_at(place_of(address))
-    file = _open(files.weights, trust_pickle) if not files.parts else _joined(files, trust_pickle)
+    if files.element:
+        file = element_of(_container(files.weights, trust_pickle), files.element)
+    else:
+        file = _open(files.weights, trust_pickle) if not files.parts else _joined(files, trust_pickle)
     file.partial = partial_weights(files.weights.name)
     if files.config is not None:
         file.config, file.config_origin = read_config(files.config), files.config.name
@@ -41,6 +49,17 @@ def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bo
         file.training = training_values(read_config(files.trainer_state), files.trainer_state)
         file.values |= {name: value for name, value in file.training.items() if name in LOGGED}
     return file
+
+
+def _container(place: Place, trust_pickle: bool) -> TensorFile:
+    """Return the open file that holds several checkpoints; it stays open as long as one of them does."""
+    key = (place.address, place.version(), trust_pickle)
+    container = _CONTAINERS.get(key) if key[1] is not None else None
+    if container is None:
+        container = _open(place, trust_pickle)
+        if key[1] is not None:
+            _CONTAINERS[key] = container
+    return container
 
 
 def _joined(files: CheckpointFiles, trust_pickle: bool) -> TensorFile:

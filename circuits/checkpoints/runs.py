@@ -10,15 +10,17 @@ from pathlib import Path
 from ..errors import CallError, QkovError
 from ..storage.address import place_of
 from ..storage.hub import revisions_of
-from ..storage.places import Place
+from ..storage.places import LocalPlace, Place
+from .companions import peek
 from .files import TRAINER_STATE, CheckpointFiles, files_at, files_beside
+from .finding.in_file import SeriesNames, run_in_file
 from .finding.ordering import Candidate, Ordered, in_order, step_by_content, step_of_one
 from .finding.patterned import ordered_by, ordered_by_names
 from .folders import Contents, Folder, contents_of, no_checkpoint_in
 from .parallel.distributed_file import METADATA, PIECES
 from .sharded_file import read_index
 from .steps.names import step_in
-from .steps.pattern import step_patterns
+from .steps.pattern import StepPattern, step_patterns
 from .steps.stated import stated_step
 from .steps.step import Step, Unit
 from .tensor_file import TensorFile
@@ -96,7 +98,8 @@ class Checkpoint:
             QkovError: A file is missing or cannot be read.
         """
         places = [*self.weight_places(), *self.files.sidecars]
-        return hashlib.blake2b(json.dumps([place.stamp() for place in places]).encode(), digest_size=16).hexdigest()
+        stamps = [place.stamp() for place in places] + [self.files.element] * bool(self.files.element)
+        return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,12 @@ def find_checkpoints(
     return find_run(run, revisions, step).checkpoints
 
 
-def find_run(run: Path | str, revisions: str | None = None, step: str | Sequence[str] | None = None) -> Run:
+def find_run(
+    run: Path | str,
+    revisions: str | None = None,
+    step: str | Sequence[str] | None = None,
+    series: SeriesNames | None = None,
+) -> Run:
     """Find the checkpoints of a run as `find_checkpoints` does, and say what was left out.
 
     Args:
@@ -149,6 +157,7 @@ def find_run(run: Path | str, revisions: str | None = None, step: str | Sequence
         revisions: A pattern for the revisions of a model on the hub that are the checkpoints, such as `step*`.
         step: Where the step is in unusual names, such as `A_1_1_{step}.pt`; see `StepPattern`. Names that fit none of
             the patterns are left out.
+        series: What the caller says about several checkpoints in one file; None if nothing.
 
     Returns:
         The checkpoints in order, the reason for each file or folder that was left out, and where names and files
@@ -159,7 +168,10 @@ def find_run(run: Path | str, revisions: str | None = None, step: str | Sequence
             checkpoints have the same step.
         QkovError: The run cannot be read as it is, or its address cannot be reached.
     """
-    patterns = step_patterns(step)
+    return _with_series(_find(run, revisions, step_patterns(step)), series)
+
+
+def _find(run: Path | str, revisions: str | None, patterns: tuple[StepPattern, ...]) -> Run:
     if revisions is not None:
         # The files of a revision are found when they are needed: there may be hundreds of revisions.
         candidates = [Candidate(name, place.address) for name, place in revisions_of(str(run), revisions)]
@@ -263,6 +275,28 @@ def _lone(file: Place, folder: Folder | None, left_out: dict[str, str]) -> Run:
 def _alone(candidate: Candidate, left_out: dict[str, str], above: str | None = None) -> Run:
     step, note = step_of_one([candidate.name] if above is None else [candidate.name, above], candidate.files)
     return Run([_checkpoint(candidate, step)], left_out, [] if note is None else [note])
+
+
+def _with_series(run: Run, names: SeriesNames | None) -> Run:
+    """Return the checkpoints that the file of a single checkpoint holds, if it holds a series of them."""
+    files = run.checkpoints[0].known_files if len(run.checkpoints) == 1 else None
+    if files is None or files.parts:
+        return run
+    if names is not None and names.name is not None and not isinstance(files.weights, LocalPlace):
+        raise CallError(f"{files.weights} holds several checkpoints in one file; copy it to this machine first")
+    try:
+        opened = peek(files.weights)
+    except QkovError:
+        # Opening the checkpoint says what is wrong with it.
+        return run
+    found = None
+    if opened is not None:
+        found = run_in_file(Candidate(files.weights.name, files.weights.address, files), opened, names)
+    if found is None:
+        return run
+    if not found.checkpoints:
+        return replace(run, left_out=run.left_out | found.left_out)
+    return replace(_run_of(found), left_out=run.left_out | found.left_out)
 
 
 def _checkpoint(candidate: Candidate, step: Step | None) -> Checkpoint:

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from ..architectures.mapping import Mapping
 from ..architectures.recognition import Recognised, recognise
+from ..checkpoints.finding.in_file import SeriesNames, split_prefix
 from ..checkpoints.tensor_file import TensorFile
 from ..errors import CallError
 
@@ -20,7 +21,8 @@ class ReadingOptions:
             set.
         family: Key of the architecture family, used in place of the one that would be recognised.
         heads: Number of query heads, if neither the config nor the tensor shapes determine it.
-        prefix: Prefix of the tensor names, if the file holds them under several prefixes.
+        prefix: Prefix of the tensor names, if the file holds them under several prefixes. `{step}` in it stands for
+            each of several checkpoints in one file, as in `state_dicts.{step}`.
         trust_pickle: Whether a PyTorch file may run the code that it names while it loads. It has no effect on models
             in memory.
     """
@@ -56,7 +58,18 @@ class ReadingOptions:
 
     def recognise(self, file: TensorFile) -> Recognised:
         """Recognise the tensors of a file, as `architectures.recognition.recognise` does with these options."""
-        return recognise(file, self.family, self.heads, self.prefix)
+        return recognise(file, self.family, self.heads, None if self.prefix is None else split_prefix(self.prefix)[1])
+
+    @property
+    def series(self) -> SeriesNames | None:
+        """What the options say about several checkpoints in one file: which list holds them, and that of their steps.
+
+        Raises:
+            CallError: The prefix has `{step}` within a name.
+        """
+        if self.mapping is not None:
+            return self.mapping.series
+        return None if self.prefix is None else SeriesNames(split_prefix(self.prefix)[0])
 
     def patterns(self, step: str | Sequence[str] | None) -> tuple[str, ...]:
         """Return the patterns for the names of a run that a call states, or else those of the mapping.

@@ -47,7 +47,7 @@ def inspect(
     from .inspection_text import inspection_lines, run_facts, run_lines
 
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
-    run = find_run(checkpoint, revisions, options.patterns(step))
+    run = find_run(checkpoint, revisions, options.patterns(step), options.series)
     if not as_json:
         for line in run_lines(public_address(checkpoint), run):
             print(line)

@@ -62,7 +62,7 @@ def audit(
         if revisions is not None or step is not None or chosen != ReadingOptions():
             raise CallError(f"{run} is a run store, of which no checkpoint is read; leave out options for reading")
         return audit_store(store)
-    found_run = find_run(run, revisions, chosen.patterns(step))
+    found_run = find_run(run, revisions, chosen.patterns(step), chosen.series)
     return replace(audit_checkpoints(found_run.checkpoints, chosen, progress), left_out=found_run.left_out)
 
 

@@ -12,7 +12,7 @@ from .step import Step, Unit
 _STEPS = ("global_step", "iter_num", "iteration", "num_updates", "iter", "step", "current_step", "train_step")
 #: The same for the epoch, which counts as the step where nothing better is saved.
 _EPOCHS = ("epoch", "current_epoch", "epoch_num")
-_UNITS: tuple[tuple[tuple[str, ...], Unit], ...] = ((_STEPS, "step"), (_EPOCHS, "epoch"))
+UNITS: tuple[tuple[tuple[str, ...], Unit], ...] = ((_STEPS, "step"), (_EPOCHS, "epoch"))
 #: Dictionaries in which training scripts save where training stood; other ones hold settings, such as args.epoch.
 _STATES = ("state", "train_state", "training_state", "trainer_state", "trainer", "progress", "meta", "metadata", "info")
 #: The entry of a safetensors file's metadata that qkov itself writes.
@@ -29,7 +29,7 @@ def stated_step(file: TensorFile) -> Step | None:
     own = _own(file.metadata)
     if own is not None:
         return own
-    for names, unit in _UNITS:
+    for names, unit in UNITS:
         for prefix in ("", *(f"{state}." for state in _STATES)):
             for name in names:
                 step = _known(f"{prefix}{name}", file, unit)
@@ -39,14 +39,14 @@ def stated_step(file: TensorFile) -> Step | None:
 
 
 def _known(name: str, file: TensorFile, unit: Unit) -> Step | None:
-    number = _number(file.values.get(name))
+    number = number_of_step(file.values.get(name))
     if number is not None:
         return Step(number, f"{name} in the file", unit)
     number = whole_number(file.metadata.get(name, ""))
     return None if number is None else Step(number, f"{name} in the file's metadata", unit)
 
 
-def _number(value: Any) -> int | None:
+def number_of_step(value: Any) -> int | None:
     """Return a value as the number of a step, or None if it cannot be one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -55,7 +55,7 @@ def _number(value: Any) -> int | None:
 
 def _own(metadata: dict[str, str]) -> Step | None:
     try:
-        number = _number(json.loads(metadata[_OWN])["step"])
+        number = number_of_step(json.loads(metadata[_OWN])["step"])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     return None if number is None else Step(number, "step in the file's metadata")
