@@ -8,6 +8,7 @@ from ..storage.address import place_of
 from ..storage.places import Place
 from .array_file import ArrayFile
 from .files import CheckpointFiles, files_at
+from .gguf_file import GgufFile
 from .joined_files import JoinedFiles
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .refusals import foreign_format, partial_weights
@@ -81,4 +82,6 @@ def _open(place: Place, trust_pickle: bool) -> TensorFile:
         raise QkovError(f"{place} is empty, so it was cut short; copy it again")
     if place.suffix == ".safetensors":
         return SafetensorsFile(place)
+    if place.suffix == ".gguf":
+        return GgufFile(place)
     return ArrayFile(place) if place.suffix in (".npy", ".npz") else TorchFile(place, trust_pickle)

@@ -14,7 +14,6 @@ _VARIANT = re.compile(r"(model|pytorch_model)\.[\w\-]+\.(safetensors|bin)")
 
 #: File names of other libraries' weights, and how to convert them to a format that can be read.
 _FOREIGN = {
-    "*.gguf": "GGUF weights: use transformers' from_pretrained(FOLDER, gguf_file=NAME), then save_pretrained(OUT)",
     "*.msgpack": "Flax weights: save them as safetensors with a version of transformers that has from_flax=True (4.x)",
     "*.h5": "TensorFlow weights: save them as safetensors with a version of transformers that has from_tf=True (4.x)",
     "*.ckpt.index": ("TensorFlow weights: save them as safetensors with transformers' conversion script for the model"),

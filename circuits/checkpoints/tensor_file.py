@@ -11,7 +11,7 @@ from ..errors import QkovError
 #: The extensions of files of arrays, which hold other things as often as weights.
 ARRAYS = (".npy", ".npz", ".pkl", ".pickle")
 #: The extensions of files of weights.
-SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", *ARRAYS)
+SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".gguf", *ARRAYS)
 
 #: A value beside the tensors of a file: n_head, a loss, the name of an activation.
 Plain = bool | int | float | str

@@ -231,7 +231,7 @@ def faults(tmp_path):
         ("code.pt", QkovError, "wants to run code .*mkdir.*refused; .*--trust-pickle"),
         ("module.pt", QkovError, "module.pt holds a dict without tensors; expected a dictionary of tensors"),
         ("model.onnx", CallError, "ONNX graph"),
-        ("model.gguf", CallError, "GGUF weights: .*gguf_file"),
+        ("model.gguf", QkovError, "is empty"),
         ("flax_model.msgpack", CallError, "Flax weights: .*safetensors"),
         ("tf_model.h5", CallError, "TensorFlow weights: .*safetensors"),
         ("weights.json", CallError, "ends in .json; expected one of .safetensors"),

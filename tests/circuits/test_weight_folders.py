@@ -194,7 +194,6 @@ def test_the_only_other_file_counts(tmp_path):
         (["model-00001-of-00003.safetensors"], "no model.safetensors.index.json, .* copy it as well"),
         (["pytorch_model-00001-of-00003.bin", "x.pt"], "no pytorch_model.bin.index.json, .* copy it as well"),
         (["model.fp16.safetensors", "model.fp32.safetensors"], "several variants of one model"),
-        (["model-q4.gguf"], "GGUF weights"),
         (["flax_model.msgpack"], "Flax weights"),
         (["tf_model.h5"], "TensorFlow weights"),
         (["notes.txt"], "holds no checkpoint: expected files that end in .* found notes.txt"),
