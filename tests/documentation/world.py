@@ -26,6 +26,7 @@ def build_world(folder: Path) -> None:
         _trainer_run(folder / name)
         track(folder / name, folder / f"qkov-{name}")
     _own_format(folder / "my_run")
+    _unusual_names(folder)
     (mapping, *_) = (
         block.text for block in blocks(PAGES["docs/questions/mappings.md"].read_text()) if block.language == "toml"
     )
@@ -69,6 +70,23 @@ def _own_format(folder: Path) -> None:
         weights = {f"layers.0.attn.{side}_proj.weight": torch.randn(24, 24) for side in "qkvo"}
         weights |= {f"layers.0.norm_1.{part}": torch.randn(24) for part in ("weight", "bias")}
         torch.save({"model_state_dict": weights, "val_loss": 1.0 / step}, folder / f"step_{step}.pt")
+
+
+def _unusual_names(folder: Path) -> None:
+    names = [f"sweep/A_1_{task}_{step}.pt" for task in (1, 2) for step in (50, 100)]
+    for seed, name in enumerate([*names, "sweep/A_1_1_init.pt", "sweep/untrained.pt"]):
+        _layers(folder / name, seed, [0, 1])
+    for seed, (step, layer) in enumerate((step, layer) for step in (50, 100) for layer in (0, 1)):
+        _layers(folder / "spread" / str(step) / f"layer_{layer}.pt", seed, [layer])
+
+
+def _layers(path: Path, seed: int, layers: list[int]) -> None:
+    """Write layers with TransformerLens' names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    shapes = {"Q": (2, 12, 6), "K": (2, 12, 6), "V": (2, 12, 6), "O": (2, 6, 12)}
+    state = {f"blocks.{layer}.attn.W_{side}": torch.randn(shape) for layer in layers for side, shape in shapes.items()}
+    torch.save(state, path)
 
 
 def _data(folder: Path) -> None:
