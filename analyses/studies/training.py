@@ -86,7 +86,9 @@ def task_directions(setting: Setting) -> TaskDirections:
 def _train_and_track(plan: Plan, folder: Path, batch: Batch) -> tuple[Batch, _Reached]:
     reached = _train(plan, batch, folder)
     for name in reached:
-        track(folder / "runs" / name, folder / "stores" / name, directions=task_directions(plan.setting))
+        tracked = track(folder / "runs" / name, folder / "stores" / name, directions=task_directions(plan.setting))
+        for why in tracked.unusable.values():
+            raise QkovError(f"a checkpoint that was just saved cannot be measured: {why}")
     return batch, reached
 
 

@@ -17,6 +17,7 @@ from ...circuits.errors import QkovError
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.composition import composition_scores
 from ...circuits.weights.layer_keys import layer_label
+from .left_out import blamed, blaming
 from .motion import MOTION, effective_ratio, motion
 from .view import Opened, TaskDirections, View
 
@@ -51,7 +52,8 @@ def checkpoint_rows(
 
     Raises:
         CallError: A direction does not have the circuit's shape, or the view is not possible.
-        QkovError: The checkpoints do not have the same layers and shapes.
+        UnusableCheckpointError: A checkpoint cannot be read, or does not have the layers and shapes of the others. A
+            checkpoint that does not agree with the reference is at fault itself, since the first agrees with it.
     """
     identity = {
         "source": source,
@@ -67,7 +69,7 @@ def checkpoint_rows(
     def rows_of(
         layers: tuple[AttentionWeights, AttentionWeights | None, AttentionWeights | None],
     ) -> list[dict[str, Any]]:
-        weights, earlier, referred = layers
+        weights, referred, earlier = layers
         quantities: dict[str, dict[str, Tensor]] = {}
         circuits = view.circuits(weights)
         for name, circuit in circuits.items():
@@ -75,16 +77,19 @@ def checkpoint_rows(
             if directions is not None:
                 direction = directions.circuits[name]
             elif referred is not None and reference is not None:
-                direction = _counterpart(circuit, current, view.circuits(referred), reference, name)
+                direction = _counterpart(circuit, current, _circuits(view, referred, reference), reference, name)
             quantities[name] = measure(circuit, reference=direction, eigenvalues=name == "OV")
             quantities[name] |= _group_quantities(weights, name, view)
             if earlier is not None and before is not None:
-                old = _counterpart(circuit, current, view.circuits(earlier), before, name)
+                with blaming(before.checkpoint):
+                    old = _counterpart(circuit, current, _circuits(view, earlier, before), before, name)
                 quantities[name] |= motion(circuit, old, _steps_between(before.checkpoint, current.checkpoint))
         return [identity | row for row in _layer_rows(weights, circuits, quantities, view)]
 
+    referred_layers = _layers(reference, current, view, at_fault=current)
+    earlier_layers = _layers(before, current, view, at_fault=before)
     layers = zip(
-        view.layers(current.weights), _layers(before, current, view), _layers(reference, current, view), strict=False
+        blamed(view.layers(current.weights), current.checkpoint), referred_layers, earlier_layers, strict=False
     )
     rows = [row for of_layer in side_by_side(rows_of, layers) for row in of_layer]
     columns = dict.fromkeys(column for row in rows for column in row)
@@ -181,16 +186,24 @@ def _group_quantities(weights: AttentionWeights, name: str, view: View) -> dict[
     return {quantity: quantities[quantity].repeat_interleave(times) for quantity in GROUP_QUANTITIES}
 
 
-def _layers(other: Opened | None, current: Opened, view: View) -> Iterator[AttentionWeights | None]:
-    if other is None:
+def _layers(
+    other: Opened | None, current: Opened, view: View, at_fault: Opened | None
+) -> Iterator[AttentionWeights | None]:
+    if other is None or at_fault is None:
         return repeat(None)
     held, expected = other.weights.layer_keys, current.weights.layer_keys
-    if held != expected:
-        raise QkovError(
-            f"{other.checkpoint.address} has the layers {_in_words(held)} and {current.checkpoint.address} has "
-            f"{_in_words(expected)}: the checkpoints of one run should have the same layers"
-        )
-    return view.layers(other.weights)
+    with blaming(at_fault.checkpoint):
+        if held != expected:
+            raise QkovError(
+                f"{other.checkpoint.address} has the layers {_in_words(held)} and {current.checkpoint.address} has "
+                f"{_in_words(expected)}: the checkpoints of one run should have the same layers"
+            )
+    return blamed(view.layers(other.weights), other.checkpoint)
+
+
+def _circuits(view: View, weights: AttentionWeights, opened: Opened) -> dict[str, Circuit]:
+    with blaming(opened.checkpoint):
+        return view.circuits(weights)
 
 
 def _in_words(layers: list[tuple[str, int]]) -> str:

@@ -169,9 +169,21 @@ class RunStore:
             path: The path of the file.
             key: The key that `write` stored with it.
         """
-        if not path.exists():
-            return False
-        return _key_of(path) == key
+        return path.exists() and _key_of(path) == key
+
+    def rows_in(self, path: Path, key: str) -> int | None:
+        """Return the number of rows in a file of the store that was made from what a key states, or None.
+
+        Args:
+            path: The path of the file.
+            key: The key that `write` stored with it.
+        """
+        if not self.is_done(path, key):
+            return None
+        try:
+            return pq.read_metadata(path).num_rows
+        except Exception:  # A file that pyarrow cannot read, for whatever reason, is measured again.
+            return None
 
     def write(self, step: int | None, key: str, rows: list[dict[str, Any]]) -> None:
         """Write the rows of a step.

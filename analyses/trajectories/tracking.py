@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack
@@ -11,16 +11,18 @@ from typing import Any, Unpack
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.checkpoints.runs import Checkpoint, find_run
 from ...circuits.errors import CallError, QkovError
-from ...circuits.reading.checkpoint import open_checkpoint
+from ...circuits.reading.checkpoint import OpenCheckpoint
 from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace
 from ..versions import versions
-from .engines import Engine, engine_named
-from .keeping import drop_all_but, files_to_read, folder_for_keeping
+from .engines import Engine, demand_whole, engine_named
+from .keeping import drop_all_but, folder_for_keeping
+from .left_out import LeftOut, UnusableCheckpointError, blaming, left_out_for
+from .resuming import Source, demand_resumable
 from .store import RunStore
-from .sweep import Measurement
-from .view import TaskDirections, View
+from .sweep import Measurement, OpenedLast
+from .view import Opened, TaskDirections, View
 from .worker_processes import WorkerLostError
 
 __all__ = ["TaskDirections", "Tracked", "track"]
@@ -35,11 +37,13 @@ class Tracked:
         measured: The steps that were measured by this call; None stands for the step of a single checkpoint that is not
             known.
         kept: The steps that the store held already.
+        unusable: Why checkpoints that cannot be read, or that do not agree with the others, are left out, by step.
     """
 
     store: RunStore
     measured: list[int | None]
     kept: list[int | None]
+    unusable: dict[int | None, str] = field(default_factory=dict)
 
 
 def track(
@@ -49,7 +53,7 @@ def track(
     basis: str = "raw",
     rotary_offset: int = 0,
     composition: bool = False,
-    engine: str = "loky",
+    engine: str = "processes",
     workers: int | None = None,
     address: str | None = None,
     revisions: str | None = None,
@@ -63,9 +67,12 @@ def track(
 
     Every row holds the quantities of `measure` for one layer, head and circuit, the change since the previous
     checkpoint (`motion`), and scale and cosine along a reference: the task's directions if they are given, otherwise
-    the checkpoint that was the run's last when the store was begun. For heads that share keys and values, Omega's
+    the last checkpoint that could be read when the store was begun. For heads that share keys and values, Omega's
     rates, the imbalance and the agreement of Omega with the exact operator are those of the group. Rows of W_QK of
     rotary models also hold its norm at a series of offsets.
+
+    A checkpoint that cannot be read, or whose layers or shapes are not those of the reference, is left out with the
+    reason, and the next one is compared with the last one that can be read; a later call tries it again.
 
     A step that the store holds already, made from the same files with the same settings by the same version, is kept,
     and so is one whose file the run no longer holds (run.json names it). Each step is written whole, so a sweep that is
@@ -79,9 +86,9 @@ def track(
         basis: raw, folded or folded_centred.
         rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
         composition: Whether to measure the composition scores of all pairs of heads as well.
-        engine: What does the work: loky (processes of this machine), dask or ray.
+        engine: What does the work: processes (of this machine), dask or ray.
         workers: The number of workers, each with one thread; by default one, or all that the cluster at the address
-            has. With one worker, loky works in this process.
+            has. One worker of the engine processes is this process itself.
         address: The address of a Dask or Ray cluster; by default one is started on this machine.
         revisions: A pattern for the revisions of a model on the hub that are its checkpoints, such as `step*`.
         step: Where the step is in unusual names, such as `A_1_1_{step}.pt`, or several such patterns. `{step}` stands
@@ -94,21 +101,24 @@ def track(
         **reading: The same as keywords: any field of `ReadingOptions`.
 
     Returns:
-        The store, and which steps were measured and which were kept.
+        The store, which steps were measured, which were kept, and which checkpoints were left out.
 
     Raises:
         CallError: The run does not exist, the engine, basis or offset is not possible, or the store belongs to another
             run or was made with other settings.
-        QkovError: A checkpoint cannot be read, two of them have circuits of different shapes, the cluster cannot be
-            reached, or a worker was lost.
+        QkovError: No checkpoint can be measured, the reference of the store can no longer be read, the cluster cannot
+            be reached, or a worker was lost or does not share the run and the store with this process.
     """
     view = View.of(basis, rotary_offset)
     chosen_engine = engine_named(engine, workers, address)
     chosen_reading = reading_options(options, reading)
+    place = place_of(run)
     patterns = chosen_reading.patterns(step)
-    found_run = find_run(run, revisions, patterns, chosen_reading.series)
-    checkpoints = found_run.checkpoints
-    target = RunStore(store)
+    # Absolute, because workers may be in other folders.
+    found_run = find_run(
+        place.path.absolute() if isinstance(place, LocalPlace) else run, revisions, patterns, chosen_reading.series
+    )
+    target, source = RunStore(store), Source.of(run)
     settings = _as_json(
         {
             "reading": chosen_reading.settings(),
@@ -119,140 +129,224 @@ def track(
             "rotary_offset": rotary_offset,
         }
     )
-    source = _source(run)
-    fingerprints = [checkpoint.fingerprint() for checkpoint in checkpoints]
+    begun = demand_resumable(target, source, settings)
+    pinned = None if begun is None else begun.get("reference_step")
+    unusable: dict[int | None, LeftOut] = {}
+    checkpoints = found_run.checkpoints
     with folder_for_keeping(checkpoints) as kept_in:
+        opening = OpenedLast(chosen_reading, kept_in)
         # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
-        first = open_checkpoint(files_to_read(checkpoints[0], kept_in), chosen_reading)
-        view.demand_possible(first, first.file.address)
-        checkpoints = [checkpoints[0].stated_by(first.file), *checkpoints[1:]]
-        reference_step = _pinned_reference(target, source, settings, checkpoints)
-        target.describe(
-            {
-                "source": source,
-                "settings": settings,
-                "reference_step": reference_step,
-                "recognised": first.recognised,
-                "skipped": first.skipped,
-                "left_out": found_run.left_out,
-                "notes": found_run.notes,
-                "unit": checkpoints[0].unit,
-                "versions": versions(),
-                "checkpoints": [
-                    {
-                        "step": checkpoint.step,
-                        "step_origin": checkpoint.step_origin,
-                        "uri": checkpoint.address,
-                        "fingerprint": fingerprint,
-                    }
-                    for checkpoint, fingerprint in zip(checkpoints, fingerprints, strict=True)
-                ],
-                "no_longer_there": _sorted(set(target.steps()) - {checkpoint.step for checkpoint in checkpoints}),
-            }
-        )
-        reference = next((each for each in checkpoints if each.step is not None and each.step == reference_step), None)
-        fingerprint_of = {checkpoint.step: each for checkpoint, each in zip(checkpoints, fingerprints, strict=True)}
-        common = {"settings": settings, "qkov": version("qkov")}
-        measurements = []
-        for position, checkpoint in enumerate(checkpoints):
-            before = checkpoints[position - 1] if position else None
-            made_from = common | {"checkpoint": fingerprint_of[checkpoint.step]}
-            key = made_from | {
-                "previous": None if before is None else [before.step, fingerprint_of[before.step]],
-                "reference": None if reference is None else [reference.step, fingerprint_of[reference.step]],
-            }
-            measurements.append(
-                Measurement(
-                    store=target,
-                    source=source,
-                    checkpoint=checkpoint,
-                    before=before,
-                    reference=reference,
-                    directions=directions,
-                    options=chosen_reading,
-                    view=view,
-                    key=json.dumps(key, sort_keys=True),
-                    composition_key=json.dumps(made_from, sort_keys=True) if composition else None,
-                    kept_in=kept_in,
-                )
+        first = _first_usable(checkpoints, opening, unusable, view)
+        recognised, skipped = first.weights.recognised, first.weights.skipped
+        if len(checkpoints) == 1 and isinstance(first.weights, OpenCheckpoint):
+            checkpoints = [checkpoints[0].stated_by(first.weights.file)]
+        if begun is None and directions is None:
+            pinned = _first_usable(checkpoints[::-1], opening, unusable).checkpoint.step
+        opening.keep(set())
+        if pinned is not None and pinned not in {checkpoint.step for checkpoint in checkpoints}:
+            raise CallError(
+                f"{target.folder} compares circuits with step {pinned}, which {source.name} no longer holds; "
+                f"give another --out, or delete it"
             )
-        return _measure(measurements, target, chosen_engine, progress, kept_in)
+        fingerprints = _fingerprints(checkpoints, unusable)
+
+        def describe(reference_step: int | None) -> None:
+            names = {checkpoint.step: checkpoint.name for checkpoint in checkpoints}
+            target.describe(
+                {
+                    "source": source.name,
+                    "source_identity": source.identity,
+                    "settings": settings,
+                    "reference_step": reference_step,
+                    "recognised": recognised,
+                    "skipped": skipped,
+                    "left_out": found_run.left_out | {names[step]: left.why for step, left in unusable.items()},
+                    "notes": found_run.notes,
+                    "unit": checkpoints[0].unit,
+                    "versions": versions(),
+                    "checkpoints": [
+                        {
+                            "step": checkpoint.step,
+                            "step_origin": checkpoint.step_origin,
+                            "uri": checkpoint.address,
+                            "fingerprint": fingerprints.get(checkpoint.step),
+                        }
+                        for checkpoint in checkpoints
+                    ],
+                    "no_longer_there": _sorted(set(target.steps()) - set(names)),
+                }
+            )
+
+        def measurements(reference_step: int | None) -> list[Measurement]:
+            usable = [checkpoint for checkpoint in checkpoints if checkpoint.step not in unusable]
+            reference = next((each for each in usable if each.step is not None and each.step == reference_step), None)
+            common = {"settings": settings, "qkov": version("qkov")}
+            planned = []
+            for before, checkpoint in zip([None, *usable], usable, strict=False):
+                made_from = common | {"checkpoint": fingerprints[checkpoint.step]}
+                key = made_from | {
+                    "previous": None if before is None else [before.step, fingerprints[before.step]],
+                    "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
+                }
+                planned.append(
+                    Measurement(
+                        store=RunStore(target.folder.absolute()),
+                        source=source.name,
+                        checkpoint=checkpoint,
+                        before=before,
+                        reference=reference,
+                        directions=directions,
+                        options=chosen_reading,
+                        view=view,
+                        key=json.dumps(key, sort_keys=True),
+                        composition_key=json.dumps(made_from, sort_keys=True) if composition else None,
+                        kept_in=kept_in,
+                    )
+                )
+            return planned
+
+        describe(pinned)
+        sweep = _Sweep(chosen_engine, len(checkpoints), progress, kept_in)
+        while True:
+            newly = sweep.run(measurements(pinned))
+            if not newly:
+                break
+            unusable |= newly
+            if pinned is not None and pinned in newly:
+                if begun is not None or sweep.measured:
+                    raise QkovError(
+                        f"{target.folder} compares circuits with step {pinned}, which cannot be read any more "
+                        f"({newly[pinned].why}); restore it, or give another --out"
+                    )
+                pinned = _first_usable(checkpoints[::-1], opening, unusable).checkpoint.step
+                opening.keep(set())
+            describe(pinned)
+        if not sweep.measured and not sweep.kept:
+            raise _none_usable(checkpoints, unusable)
+        describe(pinned)
+    return Tracked(
+        target, _sorted(sweep.measured), _sorted(sweep.kept), {step: unusable[step].why for step in _sorted(unusable)}
+    )
 
 
-def _measure(
-    measurements: list[Measurement],
-    store: RunStore,
-    engine: Engine,
-    progress: Callable[[int, int, int | None, bool], None] | None,
-    kept_in: Path | None,
-) -> Tracked:
-    measured: list[int | None] = []
-    kept: list[int | None] = []
+class _Sweep:
+    """The measurements of one call, which may take several rounds: each finds checkpoints that cannot be measured.
 
-    def note(step: int | None, new: bool) -> None:
-        (measured if new else kept).append(step)
-        if progress is not None:
-            progress(len(measured) + len(kept), len(measurements), step, new)
+    Attributes:
+        measured: The steps that were measured.
+        kept: The steps that the store held already.
+    """
 
-    missing = {}
-    for measurement in measurements:
-        if measurement.is_done():
-            note(measurement.step, new=False)
-        else:
-            missing[measurement.step] = measurement
-    try:
-        with closing(engine.run(list(missing.values()))) as outcomes:
-            for step, new in outcomes:
-                note(step, new)
-                del missing[step]
-                if kept_in is not None:
-                    drop_all_but(kept_in, set().union(*(measurement.needed for measurement in missing.values())))
-    except WorkerLostError as error:
-        done = sum(measurement.is_done() for measurement in measurements)
-        raise QkovError(
-            f"a worker was killed or ran out of memory: {done} of {len(measurements)} checkpoints are measured and "
-            f"remain in the store; run the same command again for the rest"
-        ) from error
-    return Tracked(store=store, measured=_sorted(measured), kept=_sorted(kept))
+    def __init__(
+        self,
+        engine: Engine,
+        total: int,
+        progress: Callable[[int, int, int | None, bool], None] | None,
+        kept_in: Path | None,
+    ) -> None:
+        self._engine, self._total, self._progress, self._kept_in = engine, total, progress, kept_in
+        self.measured: set[int | None] = set()
+        self.kept: set[int | None] = set()
+
+    def run(self, measurements: list[Measurement]) -> dict[int | None, LeftOut]:
+        """Do what is not done yet, and return the checkpoints that turned out to be unusable, by step."""
+        missing = {}
+        for measurement in measurements:
+            if not measurement.is_done():
+                missing[measurement.step] = measurement
+            elif measurement.step not in self.measured | self.kept:
+                self._note(measurement.step, new=False)
+        unusable: dict[int | None, LeftOut] = {}
+        reference = measurements[0].reference if measurements else None
+        try:
+            with closing(self._engine.run(list(missing.values()))) as outcomes:
+                for step, outcome in outcomes:
+                    if isinstance(outcome, LeftOut):
+                        # What a checkpoint's own measurement says of it goes before what the next one says.
+                        if outcome.step == step or outcome.step not in unusable:
+                            unusable[outcome.step] = outcome
+                        if reference is not None and outcome.step == reference.step:
+                            # Nothing can be measured without it.
+                            break
+                        continue
+                    demand_whole(missing[step], outcome)
+                    self._note(step, outcome.new)
+                    del missing[step]
+                    if self._kept_in is not None:
+                        needed = set().union(*(measurement.needed for measurement in missing.values()))
+                        drop_all_but(self._kept_in, needed)
+        except WorkerLostError as error:
+            done = sum(measurement.is_done() for measurement in measurements)
+            raise QkovError(
+                f"a worker was killed or ran out of memory: {done} of {self._total} checkpoints are measured and "
+                f"remain in the store; run the same command again for the rest"
+            ) from error
+        return unusable
+
+    def _note(self, step: int | None, new: bool) -> None:
+        (self.measured if new else self.kept).add(step)
+        if self._progress is not None:
+            self._progress(len(self.measured) + len(self.kept), self._total, step, new)
+
+
+def _fingerprints(checkpoints: list[Checkpoint], unusable: dict[int | None, LeftOut]) -> dict[int | None, str]:
+    """Return the fingerprints by step, and note the checkpoints whose files cannot be read."""
+    fingerprints = {}
+    for checkpoint in checkpoints:
+        try:
+            with blaming(checkpoint):
+                fingerprints[checkpoint.step] = checkpoint.fingerprint()
+        except UnusableCheckpointError as error:
+            unusable[checkpoint.step] = error.left_out
+    return fingerprints
+
+
+def _first_usable(
+    checkpoints: list[Checkpoint], opening: OpenedLast, unusable: dict[int | None, LeftOut], view: View | None = None
+) -> Opened:
+    """Return the first checkpoint that can be opened, and note those that cannot.
+
+    Args:
+        checkpoints: The checkpoints, in the order in which they are tried.
+        opening: Opens them.
+        unusable: Where to note those that cannot be opened.
+        view: A view that the checkpoint must have as well.
+
+    Raises:
+        CallError: A checkpoint can be opened but does not have the view.
+        QkovError: No checkpoint can be opened.
+    """
+    for checkpoint in checkpoints:
+        if checkpoint.step in unusable:
+            continue
+        try:
+            opened = opening.open(checkpoint)
+            if view is not None:
+                view.demand_possible(opened.weights, opened.weights.address)
+            return opened
+        except CallError:
+            raise
+        except UnusableCheckpointError as error:
+            unusable[checkpoint.step] = error.left_out
+        except QkovError as error:
+            unusable[checkpoint.step] = left_out_for(checkpoint, error)
+    raise _none_usable(checkpoints, unusable)
+
+
+def _none_usable(checkpoints: list[Checkpoint], unusable: dict[int | None, LeftOut]) -> QkovError:
+    """Return the error that says that no checkpoint can be measured, with the reason of the first."""
+    first, others = unusable[_sorted(unusable)[0]], len(checkpoints) - 1
+    error = first.error()
+    if not others:
+        return error
+    rest = f"the other {others} checkpoints" if others > 1 else "the other checkpoint"
+    return type(error)(f"{error}; {rest} of the run cannot be measured either")
 
 
 def _sorted(steps: Iterable[int | None]) -> list[int | None]:
     return sorted(steps, key=lambda step: -1 if step is None else step)
 
 
-def _source(run: Path | str) -> str:
-    place = place_of(run)
-    return str(place.path.resolve()) if isinstance(place, LocalPlace) else place.address
-
-
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings as run.json returns them, for comparison."""
     return json.loads(json.dumps(settings))
-
-
-def _pinned_reference(
-    store: RunStore, source: str, settings: dict[str, Any], checkpoints: list[Checkpoint]
-) -> int | None:
-    """The step of the reference, fixed when a store is begun, so that its rows stay valid as checkpoints are added."""
-    last = None if settings["directions"] is not None else checkpoints[-1].step
-    if not store.exists():
-        return last
-    description = store.description()
-    if description.get("live"):
-        raise CallError(
-            f"{store.folder} holds the run of a model in training, which a CircuitProbe writes; give another --out"
-        )
-    expected = (("source", source, "another source"), ("settings", settings, "other settings"))
-    for key, value, difference in expected:
-        if description.get(key) != value:
-            raise CallError(
-                f"{store.folder} was made with {difference} ({json.dumps(description.get(key))} instead of "
-                f"{json.dumps(value)}); give another --out, or delete it"
-            )
-    pinned = description.get("reference_step")
-    if pinned is not None and pinned not in {checkpoint.step for checkpoint in checkpoints}:
-        raise CallError(
-            f"{store.folder} compares circuits with step {pinned}, which {source} no longer holds; "
-            f"give another --out, or delete it"
-        )
-    return pinned

@@ -1,14 +1,21 @@
 """The command `qkov track`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...circuits.errors import QkovError
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
 from .output import command_as_typed, default_folder, print_json
 from .progress import WorkProgress
 from .requirements import demand_supported
+
+if TYPE_CHECKING:
+    from ...analyses.trajectories.tracking import Tracked
+
+#: How many steps of checkpoints that were left out a message lists.
+_STEPS = 8
 
 
 def track(
@@ -32,8 +39,8 @@ def track(
         bool, typer.Option("--composition", help="Also measure the composition scores of all pairs of heads.")
     ] = False,
     engine: Annotated[
-        str, typer.Option(help="What runs the workers: loky (processes on this machine), dask or ray.")
-    ] = "loky",
+        str, typer.Option(help="What runs the workers: processes (of this machine), dask or ray.")
+    ] = "processes",
     workers: Annotated[
         int | None,
         typer.Option(
@@ -55,9 +62,10 @@ def track(
     """Measure the circuits of a run over training.
 
     Every checkpoint is measured into a run store, and a report is written. The same command resumes after an
-    interruption and measures only the checkpoints that are not yet in the store.
+    interruption and measures only the checkpoints that are not yet in the store. A checkpoint that cannot be read is
+    left out with the reason, and the exit status is then 1.
     """
-    demand_supported("torch", "safetensors", "fsspec", "joblib", "pandas", "pyarrow", "matplotlib", "jinja2")
+    demand_supported("torch", "safetensors", "fsspec", "pandas", "pyarrow", "matplotlib", "jinja2")
 
     from ...analyses.trajectories.tracking import track as track_run
     from ...circuits.checkpoints.steps.step import step_in_words
@@ -83,15 +91,38 @@ def track(
             ),
         )
     report = write_run_report([tracked.store], out / "report.html", command=command_as_typed())
-    if as_json:
-        print_json({"store": str(out), "report": str(report), "measured": tracked.measured, "kept": tracked.kept})
-        return
-    new = len(tracked.measured)
-    print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} already measured")
     description = tracked.store.description()
-    for note in step_notes(tracked.store.table(), description):
-        print(f"note: {note}")
-    for name, reason in description["left_out"].items():
-        print(f"left out {name}: {reason}")
-    print(f"store: {out}")
-    print(f"report: {report}")
+    left_out = description["left_out"]
+    if as_json:
+        print_json(
+            {
+                "store": str(out),
+                "report": str(report),
+                "measured": tracked.measured,
+                "kept": tracked.kept,
+                "left_out": left_out,
+            }
+        )
+    else:
+        new = len(tracked.measured)
+        print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} already measured")
+        for note in step_notes(tracked.store.table(), description):
+            print(f"note: {note}")
+        for name, reason in left_out.items():
+            print(f"left out {name}: {reason}")
+        print(f"store: {out}")
+        print(f"report: {report}")
+    if tracked.unusable:
+        raise _some_left_out(tracked)
+
+
+def _some_left_out(tracked: "Tracked") -> QkovError:
+    steps, first = list(tracked.unusable), next(iter(tracked.unusable.values()))
+    count = len(steps) + len(tracked.measured) + len(tracked.kept)
+    listed = ", ".join("unknown" if step is None else str(step) for step in steps[:_STEPS]) + ", ..." * (
+        len(steps) > _STEPS
+    )
+    return QkovError(
+        f"{len(steps)} of {count} checkpoints could not be measured (step {listed}); the first: {first}; run the same "
+        f"command again once they can be read"
+    )

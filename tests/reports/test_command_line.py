@@ -152,7 +152,7 @@ def test_wrong_calls(tmp_path, capsys, monkeypatch):
             "basis should be one of raw, folded, folded_centred, got 'centred'",
         ),
         (["track", "run", "--rotary-offset", "3"], 2, "has no layer with rotary positions"),
-        (["track", "run", "--engine", "spark"], 2, "the engine should be one of loky, dask, ray, got 'spark'"),
+        (["track", "run", "--engine", "spark"], 2, "the engine should be one of processes, dask, ray, got 'spark'"),
         (["track", "run", "--workers", "0"], 2, "workers should be at least 1, got 0"),
         (["track", "run", "--engine", "dask", "--address", "tcp://127.0.0.1:9"], 1, "127.0.0.1:9 cannot be reached"),
         (
