@@ -7,15 +7,18 @@ from pathlib import PurePath
 from ..errors import QkovError
 from ..storage.places import LocalPlace, Place
 from .array_file import ArrayFile
+from .gguf_file import GgufFile
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .safetensors_file import SafetensorsFile
-from .tensor_file import ARRAYS, SUFFIXES, TensorFile
+from .tensor_file import SUFFIXES, TensorFile
 from .torch_file import NoTensorsError, TorchFile
 
 #: PyTorch's oldest format is loaded whole, so that only small files of it are opened for a look.
 _SMALL = 16 * 2**20
 #: How many files of one family of names are opened, so that one damaged file does not decide about the others.
 _LOOKS = 2
+#: The extensions of files that torch.save writes.
+_OF_TORCH = (".pt", ".pth", ".ckpt", ".bin")
 #: Tensors that optimizers keep for each weight.
 _OF_OPTIMIZERS = re.compile(
     r"(?:.*\.)?(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|square_avg|grad_avg|acc_delta|exp_inf)(?:\.\d+)?"
@@ -37,6 +40,8 @@ def peek(place: Place) -> TensorFile | None:
         return DistributedCheckpoint(place)
     if place.suffix not in SUFFIXES or not isinstance(place, LocalPlace):
         return None
+    if place.suffix == ".gguf":
+        return GgufFile(place)
     if place.suffix in (".npy", ".npz"):
         return ArrayFile(place)
     return TorchFile(place) if zipfile.is_zipfile(place.path) or (place.size() or 0) <= _SMALL else None
@@ -74,7 +79,7 @@ def models_among(files: list[Place]) -> tuple[list[Place], dict[str, str]]:
 
 def _fault(file: Place) -> str | None:
     """Return why a file is not a model, or None if it may be one; a damaged file may."""
-    if file.suffix not in (".safetensors", *ARRAYS) and file.read_bytes(0, 1) not in (b"P", b"\x80", b""):
+    if file.suffix in _OF_TORCH and file.read_bytes(0, 1) not in (b"P", b"\x80", b""):
         return "is not a file of PyTorch: another program wrote it"
     named = f"is not a model by its name ({PurePath(file.name).stem})" if _BESIDE.search(file.name) else None
     try:

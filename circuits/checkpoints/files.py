@@ -1,5 +1,6 @@
 """The files that make up a checkpoint: its weights, the model's config and the trainer's state."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ _CONFIGS_OF = {
     "consolidated.00.pth": ("params.json",),
     "consolidated.safetensors": ("params.json",),
 }
+#: nanochat saves a file about each of its models, which has the same number.
+_NANOCHAT = re.compile(r"model_(\d+)\.pt")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,9 @@ def files_beside(weights: Place, folder: Folder | None, of_run: Folder | None = 
     if folder is None:
         return CheckpointFiles(weights)
     names = _CONFIGS_OF.get(weights.name, _CONFIGS)
+    saved = _NANOCHAT.fullmatch(weights.name)
+    if saved is not None:
+        names = (f"meta_{saved[1]}.json", *names)
     config = _first_file(folder, names)
     is_below = step_in(folder.place.name) is not None or weights.name == METADATA
     above = folder.parent if of_run is None and is_below else of_run

@@ -9,8 +9,8 @@ from ..storage.places import Place
 from .array_file import ArrayFile
 from .files import CheckpointFiles, files_at
 from .gguf_file import GgufFile
-from .joined_files import JoinedFiles
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
+from .parallel.joined_files import JoinedFiles
 from .refusals import foreign_format, partial_weights
 from .safetensors_file import SafetensorsFile
 from .series import element_of
@@ -19,6 +19,8 @@ from .sidecars import LOGGED, read_config, training_values
 from .tensor_file import SUFFIXES, TensorFile
 from .torch_file import TorchFile
 
+#: What the model's dimensions are called in a file beside the weights that also says where training stood.
+_INNER = "model_config"
 #: The files of several checkpoints that are open, so that the next checkpoint in one does not open it again.
 _CONTAINERS: WeakValueDictionary[tuple[str, tuple[int, ...] | None, bool], TensorFile] = WeakValueDictionary()
 
@@ -45,7 +47,12 @@ def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bo
         file = _open(files.weights, trust_pickle) if not files.parts else _joined(files, trust_pickle)
     file.partial = partial_weights(files.weights.name)
     if files.config is not None:
-        file.config, file.config_origin = read_config(files.config), files.config.name
+        table = read_config(files.config)
+        file.config, file.config_origin = table, files.config.name
+        if isinstance(table.get(_INNER), dict):
+            file.config, file.config_origin = table[_INNER], f"{_INNER} in {files.config.name}"
+            plain = {name: value for name, value in table.items() if isinstance(value, (bool, int, float, str))}
+            file.values = plain | file.values
     if files.trainer_state is not None:
         file.training = training_values(read_config(files.trainer_state), files.trainer_state)
         file.values |= {name: value for name, value in file.training.items() if name in LOGGED}

@@ -306,6 +306,20 @@ def test_what_is_not_a_model_is_named_and_left_out(tmp_path, name, content, why)
     assert [weights.layer for weights in open_checkpoint(tmp_path).layers()] == [0]
 
 
+def test_a_folder_of_nanochat_is_read_with_what_it_saves_beside_each_model(tmp_path):
+    for step in (10, 20):
+        save(tmp_path / f"model_{step:06d}.pt")
+        torch.save(adam(), tmp_path / f"optim_{step:06d}_rank0.pt")
+        about = {"step": step, "val_bpb": 1 / step, "model_config": {"n_layer": 1, "n_head": 2, "sequence_len": 8}}
+        (tmp_path / f"meta_{step:06d}.json").write_text(json.dumps(about))
+    checkpoints = find_checkpoints(tmp_path)
+    assert [checkpoint.step for checkpoint in checkpoints] == [10, 20]
+    file = open_checkpoint(checkpoints[1].files).file
+    assert file.config == {"n_layer": 1, "n_head": 2, "sequence_len": 8}
+    assert file.config_origin == "model_config in meta_000020.json"
+    assert file.scalars["val_bpb"] == 1 / 20
+
+
 def test_two_models_in_one_folder_stay_two(tmp_path):
     save(tmp_path / "a.pt")
     save(tmp_path / "b.pt")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..errors import QkovError
-from .tensor_file import TensorFile
+from ...errors import QkovError
+from ..tensor_file import TensorFile
 
 
 class JoinedFiles(TensorFile):
