@@ -25,6 +25,7 @@ def build_world(folder: Path) -> None:
     for name in ("run-a", "run-b"):
         _trainer_run(folder / name)
         track(folder / name, folder / f"qkov-{name}")
+    _base_and_tuned(folder)
     _own_format(folder / "my_run")
     _unusual_names(folder)
     (mapping, *_) = (
@@ -61,6 +62,18 @@ def _trainer_run(folder: Path) -> None:
     for step in (250, 500):
         torch.manual_seed(step)
         transformers.GPT2LMHeadModel(config).save_pretrained(folder / f"checkpoint-{step}")
+
+
+def _base_and_tuned(folder: Path) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, bos_token_id=1, eos_token_id=1)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(folder / "base")
+    attention = model.transformer.h[1].attn
+    with torch.no_grad():
+        attention.c_attn.weight[:, :8] *= 1.3
+        attention.c_proj.weight += 0.001 * torch.randn_like(attention.c_proj.weight)
+    model.save_pretrained(folder / "tuned")
 
 
 def _own_format(folder: Path) -> None:

@@ -62,6 +62,17 @@ def test_the_change_of_each_head_is_printed_and_written(pair, capsys):
     assert "qkov-tuned-against-base/changes.parquet" in page
 
 
+def test_track_of_two_models_without_steps_points_to_compare(pair, capsys):
+    assert run(["track", "pair"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith("if they are two models, qkov compare BASE TUNED compares them")
+    write_pair(Path("more"))
+    Path("more/tuned").rename("pair/third")
+    capsys.readouterr()
+    assert run(["track", "pair"]) == 2
+    assert "qkov compare" not in capsys.readouterr().err
+
+
 def test_json_holds_every_head_and_has_no_nan(pair, capsys):
     assert run(["compare", "pair/base", "pair/tuned", "--json", "--output", "changes.csv", "--out", "here"]) == 0
     result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

@@ -152,8 +152,9 @@ def _is_looked_at(candidate: Candidate, doubt: str | None) -> bool:
 
 
 def _unknown(candidates: Sequence[Candidate], where: str, why: str) -> CallError:
+    two_models = "; if they are two models, qkov compare BASE TUNED compares them" if len(candidates) == 2 else ""
     return CallError(
         f"{where} holds {len(candidates)} checkpoints ({candidates[0].name}, {candidates[-1].name} ...), but it is not "
         f"known which step each is of: {why}; give one of them, or say where the step of one run is in its names with "
-        f"--step, such as --step 'NAME_{{step}}.pt' (step=...)"
+        f"--step, such as --step 'NAME_{{step}}.pt' (step=...){two_models}"
     )
