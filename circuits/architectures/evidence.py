@@ -127,7 +127,7 @@ def _missing_evidence(table: dict[str, Any], names: set[str], against: Contradic
         is_stated = table.get(fact) not in (None, False, UNKNOWN)
         if is_stated and templates and not any(named(template, names) for template in templates):
             facts = ("positions", "rotary") if fact == "positions" else (fact,)
-            against.add(facts, templates[0], f"not in the file, so {_words(facts)} may be another than this family's")
+            against.add(facts, templates[0], f"not in the file, so {_words(facts)}")
 
 
 def _norm_with_bias(table: dict[str, Any], prefix: str, names: set[str], against: Contradictions) -> None:
@@ -135,7 +135,7 @@ def _norm_with_bias(table: dict[str, Any], prefix: str, names: set[str], against
     bias = re.sub(r"(weight|scale|w)$", lambda end: "b" if end[0] == "w" else "bias", gain)
     is_rms = isinstance(norm, dict) and norm.get("kind") == "rms_norm"
     if is_rms and bias != gain and _under(prefix, bias, names):
-        against.add(("norm",), bias, "an RMSNorm has no bias, so the norm in front of attention is unknown")
+        against.add(("norm",), bias, "an RMSNorm has no bias, so norm is unknown")
 
 
 def _positions(table: dict[str, Any], prefix: str, names: set[str], against: Contradictions) -> None:
@@ -176,7 +176,7 @@ def _other_tensors(table: dict[str, Any], prefix: str, names: set[str], against:
         facts = next((facts for shown, facts in _IN_ATTENTION.items() if re.search(shown, rest)), None)
         if facts is None or _is_stated(table, facts, rest):
             continue
-        reason = f"this family's attention has no such tensor, so {_words(facts)} may be another than this family's"
+        reason = f"this family's attention has no such tensor, so {_words(facts)}"
         against.add(facts, name, reason)
 
 
@@ -208,7 +208,7 @@ def _other_keys(table: dict[str, Any], config: Config, own_keys: tuple[str, ...]
         facts = next((facts for shown, facts in _IN_CONFIG.items() if re.search(shown, key.lower())), None)
         if facts is None or _agrees(table, facts, value):
             continue
-        reason = f"this family's own code has no such setting, so {_words(facts)} may be another than this family's"
+        reason = f"this family's own code has no such setting, so {_words(facts)}"
         against.add(facts, f"{key} = {value!r} in the config", reason)
 
 
@@ -236,4 +236,5 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _words(facts: Iterable[str]) -> str:
-    return " and ".join(fact.replace("_", " ") for fact in facts)
+    names = [fact.replace("_", " ") for fact in facts]
+    return f"{' and '.join(names)} {'are' if len(names) > 1 or names[0].endswith('s') else 'is'} unknown"

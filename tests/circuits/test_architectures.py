@@ -96,7 +96,7 @@ def test_a_family_does_not_claim_the_norm_of_others_that_have_its_names(model, u
 
 
 #: Models whose code lies beside their weights; transformers does not know them.
-_OF_OTHERS = {model_type for _, model_type in OLDER_NAMES} | {"hf_olmo"}
+_OF_OTHERS = {model_type for _, model_type in OLDER_NAMES} | {"hf_olmo", "openelm", "deci", "nemotron-nas"}
 KNOWN = [
     (architecture, model_type)
     for architecture in architectures().values()

@@ -239,6 +239,8 @@ def olmo(config: dict[str, Any]) -> dict[str, Tensor]:
         f"{at}att_proj.weight": numbers(WIDTH + 2 * kv, WIDTH, seed=1),
         f"{at}attn_out.weight": numbers(WIDTH, WIDTH, seed=2),
     }
+    if not config.get("rope") and not config.get("alibi"):
+        state["model.transformer.wpe.weight"] = numbers(LENGTH, WIDTH, seed=6)
     if config.get("layer_norm_with_affine", True):
         state[f"{at}attn_norm.weight"] = numbers(WIDTH, seed=3)
     if config.get("attention_layer_norm"):
@@ -297,3 +299,75 @@ def test_olmo_s_own_format(changes: dict[str, Any], tmp_path: Path) -> None:
     attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
     assert_output(weights, attended @ state[f"{at}attn_out.weight"].T)
     assert not weights.facts.unknown
+
+
+# Codes whose layers differ in their heads
+
+
+def test_openelm_lists_the_heads_of_each_layer(tmp_path: Path) -> None:
+    """As OpenELM's attention computes it: queries, keys and values one after another, each head normalised, rotated."""
+    counts = {0: (2, 1), 1: (4, 2)}
+    state: dict[str, Tensor] = {}
+    for layer, (heads, key_value) in counts.items():
+        at = f"transformer.layers.{layer}."
+        state[f"{at}attn.qkv_proj.weight"] = numbers((heads + 2 * key_value) * D_HEAD, WIDTH, seed=layer)
+        state[f"{at}attn.out_proj.weight"] = numbers(WIDTH, heads * D_HEAD, seed=10 + layer)
+        state[f"{at}attn_norm.weight"] = numbers(WIDTH, seed=20 + layer)
+        state |= {f"{at}attn.{part}_norm.weight": numbers(D_HEAD, seed=30 + layer + ord(part)) for part in "qk"}
+    config: dict[str, Any] = {
+        "model_type": "openelm",
+        "model_dim": WIDTH,
+        "head_dim": D_HEAD,
+        "num_transformer_layers": 2,
+        "num_query_heads": [2, 4],
+        "num_kv_heads": [1, 2],
+        "rope_freq_constant": 300,
+        "normalization_layer_name": "rms_norm",
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for weights in open_checkpoint(tmp_path).layers():
+        at = f"transformer.layers.{weights.layer}."
+        x = functional.rms_norm(stream(), (WIDTH,), state[f"{at}attn_norm.weight"], 1e-6)
+        joined = of_heads(x @ state[f"{at}attn.qkv_proj.weight"].T)
+        heads, key_value = counts[weights.layer]
+        q, k, v = joined.split([heads, key_value, key_value])
+        q, k = (
+            functional.rms_norm(part, (D_HEAD,), state[f"{at}attn.{name}_norm.weight"], 1e-6)
+            for name, part in (("q", q), ("k", k))
+        )
+        written = attention(halves(q, 300), halves(k, 300), v) @ state[f"{at}attn.out_proj.weight"].T
+        assert_output(weights, written)
+        assert not weights.facts.unknown
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_query_heads": [2, 3]}))
+    with pytest.raises(QkovError, match="does not fit 3 heads of width 8"):
+        list(open_checkpoint(tmp_path).layers())
+
+
+@pytest.mark.parametrize("model_type", ["deci", "nemotron-nas"])
+def test_decilm_shares_keys_among_other_numbers_of_heads_in_each_layer(model_type: str, tmp_path: Path) -> None:
+    """Layer 1 of three has no attention; the config says the rest layer by layer, and the shapes show it."""
+    state = {}
+    for layer, key_value in ((0, 4), (2, 1)):
+        shapes = {"q": (WIDTH, WIDTH), "k": (8 * key_value, WIDTH), "v": (8 * key_value, WIDTH), "o": (WIDTH, WIDTH)}
+        state |= {
+            f"model.layers.{layer}.self_attn.{part}_proj.weight": numbers(*shape, seed=10 * layer + at)
+            for at, (part, shape) in enumerate(shapes.items())
+        }
+        state[f"model.layers.{layer}.input_layernorm.weight"] = numbers(WIDTH, seed=50 + layer)
+    blocks = [
+        {"attention": {"n_heads_in_group": 1}},
+        {"attention": {"no_op": True}},
+        {"attention": {"n_heads_in_group": 4}},
+    ]
+    config = {"model_type": model_type, "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 3}
+    config |= {"num_key_value_heads": None, "rope_theta": 300.0, "rms_norm_eps": 1e-5, "block_configs": blocks}
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened = open_checkpoint(tmp_path)
+    assert list(opened.skipped) == ["layer 1"]
+    for weights in opened.layers():
+        at = f"model.layers.{weights.layer}."
+        x = functional.rms_norm(stream(), (WIDTH,), state[f"{at}input_layernorm.weight"], 1e-5)
+        q, k, v = (of_heads(x @ state[f"{at}self_attn.{part}_proj.weight"].T) for part in "qkv")
+        assert_output(weights, attention(halves(q, 300), halves(k, 300), v) @ state[f"{at}self_attn.o_proj.weight"].T)

@@ -63,6 +63,11 @@ OF_OTHER_CODES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]
             "layers.{}.attention_norm.weight": (8,),
         },
     ),
+    "openelm": (
+        "config.json",
+        {"model_type": "openelm", "num_transformer_layers": 3, "num_query_heads": [2, 2, 2], "head_dim": 4},
+        {"layers.{}.attn.qkv_proj.weight": (24, 8), "layers.{}.attn.out_proj.weight": (8, 8)},
+    ),
     "lecture_gpt": (
         "config.json",
         _GPT,
@@ -150,7 +155,8 @@ def test_files_of_other_codes_have_their_number_in_configs_of_their_own(name: st
         tensors = {template.format(layer): torch.ones(shape) for layer in layers for template, shape in shapes.items()}
         torch.save(tensors, tmp_path / weights)
         opened = open_checkpoint(tmp_path / weights)
-        assert opened.recognised.startswith(f"as {architectures()[name].title} by its tensor names, with the values")
+        by = "model_type" if "model_type" in config else "its tensor names, with the values"
+        assert opened.recognised.startswith(f"as {architectures()[name].title} by {by}")
         return opened.skipped
 
     assert saved([0, 1, 2]) == {}
