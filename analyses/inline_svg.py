@@ -3,11 +3,19 @@
 import io
 import itertools
 import re
+import warnings
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from ..circuits.visible_text import visible, visible_lines
+
 _serial = itertools.count()
+
+
+def literal(text: str) -> str:
+    """Return a text from an input so that matplotlib draws it as it is: a dollar sign would begin a formula."""
+    return visible(text).replace("$", r"\$")
 
 
 def inline_svg(figure: Figure, description: str, *, foreground: str, style: str = "") -> Markup:
@@ -23,13 +31,16 @@ def inline_svg(figure: Figure, description: str, *, foreground: str, style: str 
         style: CSS declarations for the element.
     """
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with warnings.catch_warnings():
+        # Characters that the font does not have are drawn as boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     prefix = f"figure{next(_serial)}-"
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = svg.replace("url(#", f"url(#{prefix}").replace('href="#', f'href="#{prefix}')
     svg = svg.replace(foreground, "currentColor")
-    attributes = Markup(' role="img" aria-label="{}"').format(description)
+    attributes = Markup(' role="img" aria-label="{}"').format(visible_lines(description))
     attributes += Markup(' style="{}"').format(style) if style else ""
     return Markup(svg.replace("<svg", f"<svg{attributes}", 1))

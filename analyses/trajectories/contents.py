@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ...circuits.visible_text import visible
 from ...circuits.weights.content import LayerContent
 
 
@@ -16,7 +17,7 @@ def content_columns(contents: Iterable[LayerContent], step: int | None, source: 
     """
     layers = list(contents)
     return {
-        "source": [source] * len(layers),
+        "source": [visible(source)] * len(layers),
         "step": [step] * len(layers),
         "stack": [each.stack for each in layers],
         "layer": [each.layer for each in layers],

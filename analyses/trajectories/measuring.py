@@ -14,6 +14,7 @@ from ...circuits.algebra.measure import FACTOR_QUANTITIES, measure
 from ...circuits.algebra.threads import side_by_side
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.errors import QkovError
+from ...circuits.visible_text import visible
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.composition import composition_scores
 from ...circuits.weights.layer_keys import layer_label
@@ -56,7 +57,7 @@ def checkpoint_rows(
             checkpoint that does not agree with the reference is at fault itself, since the first agrees with it.
     """
     identity = {
-        "source": source,
+        "source": visible(source),
         "step": current.checkpoint.step,
         "stated_step": current.stated_step,
         "basis": view.basis,
@@ -125,7 +126,7 @@ def composition_columns(current: Opened, view: View, source: str) -> dict[str, A
             numbers["later_head"].append(later.ravel())
     count = len(columns["score"])
     return {
-        "source": [source] * count,
+        "source": [visible(source)] * count,
         "step": [current.checkpoint.step] * count,
         "basis": [view.basis] * count,
         "rotary_offset": [view.rotary_offset] * count,

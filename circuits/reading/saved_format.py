@@ -13,6 +13,7 @@ from ..architectures.named_layouts import LAYOUTS, TARGETS
 from ..checkpoints.tensor_file import TensorFile
 from ..errors import QkovError, named_input
 from ..storage.atomic_write import write_atomically
+from ..visible_text import visible
 from ..weights.attention_weights import NAMES, AttentionWeights
 
 FORMAT = "qkov checkpoint 1"
@@ -76,7 +77,7 @@ def own_scalars(file: TensorFile) -> dict[str, float]:
     """
     with named_input(f"the metadata of {file.address}", f"the scalars of a {FORMAT!r}"):
         scalars = json.loads(file.metadata[_KEY])["scalars"]
-        return {name: float(value) for name, value in scalars.items()}
+        return {visible(name): float(value) for name, value in scalars.items()}
 
 
 def own_settings(file: TensorFile) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from ...analyses.inline_svg import literal
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import layer_name
 from .tables import COLUMNS
@@ -108,7 +109,7 @@ def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:
     beside = ""
     if chance != name and chance in table:
         beside = f"\nchance {table[chance].mean():.2f}"
-    axes.set_title(f"{stack} {name.replace('_', ' ')}".strip() + beside)
+    axes.set_title(literal(f"{stack} {name.replace('_', ' ')}".strip()) + beside)
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
@@ -119,15 +120,14 @@ def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:
 def _map(axes: Axes, key: MapKey, attention: Float[Tensor, "query key"], tokens: Sequence[str] | None) -> None:
     stack, layer, head = key if len(key) == 3 else ("", *key)
     image = axes.imshow(attention.float().numpy(), vmin=0.0, vmax=1.0, interpolation="nearest")
-    axes.set_title(f"{layer_name(stack, layer)}, head {head}")
+    axes.set_title(literal(f"{layer_name(stack, layer)}, head {head}"))
     axes.set_xlabel("key")
     axes.set_ylabel("query")
     queries, keys = attention.shape
     if tokens is not None and len(tokens) != keys:
         raise CallError(f"{len(tokens)} labels of tokens were given for a map of {keys} keys")
     if tokens is not None and keys <= _LABELLED:
-        # A dollar sign would begin a formula.
-        labels = [str(token).replace("$", r"\$") for token in tokens]
+        labels = [literal(str(token)) for token in tokens]
         size = min(8.0, 260 / keys)
         axes.set_xticks(range(keys), labels, rotation=90, fontsize=size)
         axes.set_yticks(range(queries), labels[keys - queries :], fontsize=size)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
-from .output import print_json
+from .output import print_json, say
 from .progress import WorkProgress
 from .requirements import demand_supported
 
@@ -49,9 +49,9 @@ def audit(
         print_json(audited.as_dict())
     else:
         for sentence in sentences(audited):
-            print(sentence)
+            say(sentence)
         for name, reason in audited.left_out.items():
-            print(f"left out {name}: {reason}")
+            say(f"left out {name}: {reason}")
         if not audited.findings:
-            print(summary(audited))
+            say(summary(audited))
     return 0 if audited.is_sound else 1

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .options import Family, Heads, Json, MappingFile, Prefix, TrustPickle, reading_options
-from .output import command_as_typed, default_folder, print_json
+from .output import command_as_typed, default_folder, print_json, say
 from .requirements import demand_supported
 
 
@@ -87,6 +87,6 @@ def compare(
         )
         return
     for sentence in comparison.sentences():
-        print(sentence)
-    print(f"table: {table}")
-    print(f"report: {report}")
+        say(sentence)
+    say(f"table: {table}")
+    say(f"report: {report}")

@@ -8,7 +8,7 @@ import typer
 from ...circuits.errors import QkovError
 from .explain_options import ExplainOptions, task_options
 from .options import Json, one_of
-from .output import command_as_typed, default_folder, print_json
+from .output import command_as_typed, default_folder, print_json, say
 from .progress import WorkProgress
 from .requirements import demand_supported
 
@@ -131,9 +131,9 @@ def explain(
         print_json({"report": str(report), "tables": str(out), **summary})
         return
     for line in _lines(summary):
-        print(line)
-    print(f"tables: {out}")
-    print(f"report: {report}")
+        say(line)
+    say(f"tables: {out}")
+    say(f"report: {report}")
 
 
 def _tokeniser_beside(model: str, task: Any) -> Any | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ...circuits.architectures.families import architectures, unsupported
 from .options import Json
-from .output import print_json
+from .output import print_json, say
 
 
 def families(as_json: Json = False) -> None:
@@ -16,7 +16,7 @@ def families(as_json: Json = False) -> None:
         print_json(families_facts())
         return
     for line in families_lines():
-        print(line)
+        say(line)
 
 
 def families_facts() -> dict[str, Any]:

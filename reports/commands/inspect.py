@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
-from .output import command, print_json
+from .output import command, print_json, say
 from .requirements import demand_supported
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def inspect(
     run = find_run(checkpoint, revisions, options.patterns(step), options.series)
     if not as_json:
         for line in run_lines(public_address(checkpoint), run):
-            print(line)
+            say(line)
     opened = open_checkpoint(run.checkpoints[-1].files, options)
     last = run.checkpoints[-1].stated_by(opened.file)
     facts = inspect_checkpoint(opened)
@@ -60,14 +60,14 @@ def inspect(
         print_json({**facts, **run_facts(run), "integrity": comparison})
         return
     if last.step != run.checkpoints[-1].step:
-        print(f"its {step_in_words(last.step, last.unit)}: {last.step_origin}")
+        say(f"its {step_in_words(last.step, last.unit)}: {last.step_origin}")
     if not run.notes and (disagreement := last.disagreement(opened.file)) is not None:
-        print(f"note: {disagreement}")
+        say(f"note: {disagreement}")
     for line in lines:
-        print(line)
-    print(f"opened {facts['address']}: {facts['tensors']} tensors")
+        say(line)
+    say(f"opened {facts['address']}: {facts['tensors']} tensors")
     for line in inspection_lines(facts):
-        print(line)
+        say(line)
 
 
 def _compared(address: str, run: "Run", options: "ReadingOptions") -> tuple[dict[str, Any] | None, list[str]]:

@@ -8,11 +8,13 @@ import typer
 from typer.exceptions import TyperException
 
 from ...circuits.errors import CallError, QkovError
+from ...circuits.visible_text import visible
 from .audit import audit
 from .compare import compare
 from .explain import explain
 from .families import families
 from .inspect import inspect
+from .output import say
 from .predict import predict
 from .report import report
 from .reproduce import reproduce
@@ -34,7 +36,7 @@ def _print_version(wanted: bool) -> bool:
     if wanted:
         from ...circuits.version import __version__
 
-        print(f"qkov {__version__}")
+        say(f"qkov {__version__}")
         raise typer.Exit
     return wanted
 
@@ -90,5 +92,5 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _refuse(message: str, status: int) -> int:
-    print("qkov: " + " ".join(message.split()), file=sys.stderr)
+    print("qkov: " + visible(" ".join(message.split())), file=sys.stderr)
     return status

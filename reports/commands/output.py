@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...circuits.visible_text import visible
+
+
+def say(text: str) -> None:
+    """Print a line for people; characters of an input's names that would act on the terminal are shown as escapes."""
+    print(visible(text))
+
 
 def print_json(result: Any) -> None:
     """Print a result as JSON. JSON has neither NaN nor infinity, so null stands for a value that is not defined."""

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from .options import Json, one_of
-from .output import print_json
+from .output import print_json, say
 from .requirements import demand_supported
 
 
@@ -69,13 +69,13 @@ def predict(
     if as_json:
         print_json(predictions if parameterization is None else predictions[0])
         return
-    print(
+    say(
         f"M = {classes}, b = {class_tokens}, m = {relevant}, n = {background}, {query} query; "
         f"r = {ratio:g}, loss {loss:g}"
     )
-    print(f"uniform attention would put {setting.uniform_attention:.4f} on the relevant tokens")
+    say(f"uniform attention would put {setting.uniform_attention:.4f} on the relevant tokens")
     for prediction in predictions:
-        print(
+        say(
             f"{prediction['parameterization']}  alpha {prediction['alpha']:.6f}  mu_QK {prediction['mu_qk']:.6g}  "
             f"mu_OV {prediction['mu_ov']:.6g}  time {prediction['time']:.6g} / eta_OV"
         )

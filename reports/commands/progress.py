@@ -5,6 +5,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ...circuits.visible_text import visible
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -35,7 +37,7 @@ class WorkProgress:
         console = Console(stderr=True)
         if not self.quiet and console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
@@ -63,6 +65,7 @@ class WorkProgress:
         """
         if self.quiet:
             return
+        what = visible(what)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=f"{self.work}: {what}")
             return

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .options import Json
-from .output import command_as_typed, print_json
+from .output import command_as_typed, print_json, say
 from .requirements import demand_supported
 
 
@@ -47,4 +47,4 @@ def report(
     if as_json:
         print_json({"report": str(written)})
         return
-    print(f"report: {written}")
+    say(f"report: {written}")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .options import Json
-from .output import command_as_typed, print_json
+from .output import command_as_typed, print_json, say
 from .progress import WorkProgress
 from .requirements import demand_supported
 
@@ -40,10 +40,10 @@ def reproduce(
     if as_json:
         print_json({"report": str(report), **summary})
         return
-    print(f"matched loss: trained within {100 * summary['largest_difference']:.2g} % of the prediction in all runs")
-    print(f"first integrals: relative residual at most {summary['largest_residual']:.2g}")
-    print(
+    say(f"matched loss: trained within {100 * summary['largest_difference']:.2g} % of the prediction in all runs")
+    say(f"first integrals: relative residual at most {summary['largest_residual']:.2g}")
+    say(
         f"Omega(C) G against the step taken: cosine at least {summary['balanced_cosine']:.6f} balanced, "
         f"{summary['unbalanced_cosine']:.3f} at the unbalanced start"
     )
-    print(f"report: {report}")
+    say(f"report: {report}")

@@ -7,7 +7,7 @@ import typer
 
 from ...circuits.errors import QkovError
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
-from .output import command_as_typed, default_folder, print_json
+from .output import command_as_typed, default_folder, print_json, say
 from .progress import WorkProgress
 from .requirements import demand_supported
 
@@ -105,13 +105,13 @@ def track(
         )
     else:
         new = len(tracked.measured)
-        print(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} already measured")
+        say(f"measured {new} checkpoint{'s' * (new != 1)}, kept {len(tracked.kept)} already measured")
         for note in step_notes(tracked.store.table(), description):
-            print(f"note: {note}")
+            say(f"note: {note}")
         for name, reason in left_out.items():
-            print(f"left out {name}: {reason}")
-        print(f"store: {out}")
-        print(f"report: {report}")
+            say(f"left out {name}: {reason}")
+        say(f"store: {out}")
+        say(f"report: {report}")
     if tracked.unusable:
         raise _some_left_out(tracked)
 

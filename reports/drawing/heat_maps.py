@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ...analyses.inline_svg import inline_svg
+from ...analyses.inline_svg import inline_svg, literal
 from .panels import COLOURS, FOREGROUND, STYLE
 
 #: Opacity of the strongest shade. Text in the page's own colour stays readable on it, in light and in dark mode.
@@ -24,7 +24,7 @@ class HeatMap:
     """A table of values that is drawn as shaded cells of one size.
 
     Attributes:
-        title: The title above the map.
+        title: The title above the map, in plain text or mathtext; `literal` makes a text from an input plain.
         description: What the map shows, for readers who cannot see it.
         values: [row, column], the first row at the top. Values are at least 0; NaN stands for a missing value.
         written: The text in each cell; an empty string for none.
@@ -70,12 +70,17 @@ def draw_heat_map(heat: HeatMap, cell: tuple[float, float] = (0.62, 0.42), font:
                 )
                 if heat.written[row][column]:
                     axes.text(
-                        column + 0.5, row + 0.5, heat.written[row][column], ha="center", va="center", fontsize=font
+                        column + 0.5,
+                        row + 0.5,
+                        literal(heat.written[row][column]),
+                        ha="center",
+                        va="center",
+                        fontsize=font,
                     )
         axes.set_xlim(0, columns)
         axes.set_ylim(rows, 0)
-        axes.set_xticks(_ticks(heat.columns, columns), heat.columns)
-        axes.set_yticks(_ticks(heat.rows, rows), heat.rows)
+        axes.set_xticks(_ticks(heat.columns, columns), map(literal, heat.columns))
+        axes.set_yticks(_ticks(heat.rows, rows), map(literal, heat.rows))
         axes.tick_params(length=0)
         axes.set_title(heat.title, loc="left")
         axes.set_xlabel(heat.x_label)

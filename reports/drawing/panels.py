@@ -74,7 +74,7 @@ class Panel:
     """A pair of axes with its series.
 
     Attributes:
-        title: The title above the axes, in plain text or mathtext.
+        title: The title above the axes, in plain text or mathtext; `literal` makes a text from an input plain.
         description: What the panel shows, for readers who cannot see it.
         x_label: The label of the horizontal axis.
         y_label: The label of the vertical axis.

@@ -127,7 +127,7 @@ def cosine(value: float | None) -> str:
 
 def subscripts(text: str) -> Markup:
     """Return a text as HTML with the letters of W_QK, μ_OV and the like as subscripts and ^½ as a superscript."""
-    lowered = re.sub(r"([Wμη])_([A-Z]{1,2})", r"\1<sub>\2</sub>", str(Markup.escape(text)))
+    lowered = re.sub(r"([Wμη])_([A-Z]{1,2})", r"\1<sub>\2</sub>", str(Markup.escape(visible_lines(text))))
     return Markup(lowered.replace("^½", "<sup>½</sup>"))
 
 

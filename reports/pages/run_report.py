@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...analyses.inline_svg import literal
 from ...analyses.trajectories.store import RunStore
 from ...circuits.checkpoints.steps.step import step_in_words
 from ...circuits.errors import CallError, named_input
@@ -202,7 +203,9 @@ def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], unit: 
         values = np.concatenate([np.asarray(line.y) for line in series])
         values = values[np.isfinite(values)]
         wide = bool(values.size and values.min() > 0 and values.max() > 1e3 * values.min())
-        panels.append(draw(Panel(name, f"{name} against the {unit}", unit, "", series, x_log=log_steps, y_log=wide)))
+        panels.append(
+            draw(Panel(literal(name), f"{name} against the {unit}", unit, "", series, x_log=log_steps, y_log=wide))
+        )
     return panels
 
 
