@@ -4,7 +4,7 @@ import re
 import zipfile
 from pathlib import PurePath
 
-from ..errors import QkovError
+from ..errors import QkovError, named_input
 from ..storage.places import LocalPlace, Place
 from .array_file import ArrayFile
 from .gguf_file import GgufFile
@@ -44,7 +44,9 @@ def peek(place: Place) -> TensorFile | None:
         return GgufFile(place)
     if place.suffix in (".npy", ".npz"):
         return ArrayFile(place)
-    return TorchFile(place) if zipfile.is_zipfile(place.path) or (place.size() or 0) <= _SMALL else None
+    with named_input(place, "a PyTorch file"):
+        is_zipped = zipfile.is_zipfile(place.path)
+    return TorchFile(place) if is_zipped or (place.size() or 0) <= _SMALL else None
 
 
 def models_among(files: list[Place]) -> tuple[list[Place], dict[str, str]]:

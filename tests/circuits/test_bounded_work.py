@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from qkov.circuits import CallError, QkovError, inspect_checkpoint, open_checkpoint, read_mapping
+from qkov.circuits import CallError, QkovError, find_checkpoints, inspect_checkpoint, open_checkpoint, read_mapping
 from qkov.circuits.architectures.config_lookups import _kind_of_layer
 from qkov.circuits.architectures.fitting import _divisors
 from qkov.circuits.weights.rope_scaling import scaled_rotary
@@ -206,6 +206,22 @@ def test_a_legacy_file_that_was_cut_short_anywhere(tmp_path):
         path.write_bytes(content[:length])
         with pytest.raises(QkovError, match=r"cut\.pt") as caught:
             open_checkpoint(path)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_archive_of_several_disks(tmp_path):
+    """What zipfile raises while it looks for the end of an archive, found by the fuzzers."""
+    tensors = {f"blocks.0.attn.W_{role}": torch.randn(2, 8, 4) for role in "QKV"}
+    torch.save(tensors, tmp_path / "whole.pt")
+    content = (tmp_path / "whole.pt").read_bytes()
+    end = content.rindex(b"PK\x05\x06")
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 1, 0, 2)
+    path = tmp_path / "spanned" / "a.pt"
+    path.parent.mkdir()
+    path.write_bytes(content[:end] + locator + content[end:])
+    for address in (path, path.parent):
+        with pytest.raises(QkovError, match=r"spanned/a\.pt") as caught:
+            open_checkpoint(find_checkpoints(address)[-1].files)
         assert len(str(caught.value).splitlines()) == 1
 
 

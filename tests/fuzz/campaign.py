@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from .arrays import array_input
 from .data_sets import data_set_input
 from .inputs import Generator, Input
 from .mappings import mapping_input
@@ -31,6 +32,7 @@ KINDS: dict[str, Generator] = {
     "safetensors": safetensors_input,
     "index": index_input,
     "pt": torch_input,
+    "array": array_input,
     "config": config_input,
     "mapping": mapping_input,
     "data set": data_set_input,
