@@ -19,7 +19,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("circuits", "analyses", "probes", "reports")
 
 #: What tests import and no fault can reach: imported once, before processes are forked for the tests.
-_KEPT_IMPORTED = ("torch", "transformers.modeling_utils", "scipy.stats", "scipy.integrate", "jaxtyping", "beartype")
+_KEPT_IMPORTED = (
+    "torch",
+    "transformers.modeling_utils",
+    "transformer_lens.model_bridge",
+    "scipy.stats",
+    "scipy.integrate",
+    "jaxtyping",
+    "beartype",
+)
 
 
 @dataclass
