@@ -5,7 +5,7 @@ import pytest
 import torch
 from qkov.circuits import QkovError
 from qkov.circuits.architectures.head_counts import count_heads
-from qkov.circuits.architectures.layouts import HeadCounts, arrange, arrange_bias
+from qkov.circuits.architectures.layouts import HeadCounts, arrange, arrange_bias, arrange_layer
 from qkov.circuits.architectures.mapping import parse_mapping
 from torch import nn
 
@@ -158,3 +158,16 @@ def test_a_fused_tensor_of_the_wrong_size_is_named():
     counts = HeadCounts(query=6, key_value=2, d_head=4)
     with pytest.raises(QkovError, match=r"w has shape \(41, 12\), which does not fit .* with 6 heads"):
         arrange("QKV", torch.zeros(41, 12), "(qkv head d_head) d_model", counts, "w", "a test")
+
+
+def test_a_joined_bias_belongs_to_queries_keys_and_values_that_are_stored_apart():
+    torch.manual_seed(0)
+    roles = {role: f"{role.lower()}.weight" for role in "QKVO"}
+    mapping = parse_mapping(table(tensors=roles | {"b_QKV": "bias"}), "a test")
+    tensors = {role: torch.randn(D_MODEL, D_MODEL) for role in "QKVO"} | {"b_QKV": torch.randn(3 * D_MODEL)}
+    names = {role: (name,) for role, name in mapping.tensors.items()}
+    layer = arrange_layer(tensors, mapping.layouts, HeadCounts(HEADS, HEADS, D_HEAD), names, mapping.origin)
+    assert sorted(layer) == ["W_K", "W_O", "W_Q", "W_V", "b_K", "b_Q", "b_V"]
+    for part, role in enumerate("QKV"):
+        wanted = tensors["b_QKV"][part * D_MODEL : (part + 1) * D_MODEL].reshape(HEADS, D_HEAD)
+        assert torch.equal(layer[f"b_{role}"], wanted)

@@ -119,7 +119,9 @@ def test_options_and_mappings_read_modules_that_nothing_recognises():
         open_model(model)
     tensors = {role: f"{role.lower()}.weight" for role in "QKVO"}
     mapping = parse_mapping({"tensors": tensors, "layout": "linear", "heads": 3}, "a mapping")
-    (layer,) = open_model(model, mapping).layers()
+    described = open_model(model, mapping)
+    assert (described.config_origin, open_model(llama()).config_origin) == (None, "the model's config")
+    (layer,) = described.layers()
     assert layer.W_K is not None
     torch.testing.assert_close(layer.W_K[1], model.k.weight[4:8].T, rtol=0, atol=0)
     with pytest.raises(CallError, match="a mapping states family, prefix and heads itself"):

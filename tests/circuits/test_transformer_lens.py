@@ -297,3 +297,4 @@ def test_models_of_an_older_transformer_lens_are_refused_in_one_line(monkeypatch
         open_model(model)
     with pytest.raises(CallError, match=message):
         load_model(model)
+    hooked_blocks.demand_known_interface(nn.Linear(2, 2))

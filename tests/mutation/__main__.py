@@ -48,6 +48,7 @@ def main() -> int:
                 wanted = failed or [*tests, "--collect-only"]
                 if not passing.issuperset(wanted) and copy.outcome(wanted, Order(), arguments.timeout)[0] != "passed":
                     print(f"this fails without a fault, or takes too long: {' '.join(wanted)}", file=sys.stderr)
+                    summary(results)
                     return 2
                 passing.update(wanted)
             results[module.split("/")[0]][outcome] += 1
