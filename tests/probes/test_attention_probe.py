@@ -83,11 +83,14 @@ def test_every_measure_is_that_of_plain_loops(side, causal):
     assert list(examples["tokens"]) == list(LENGTHS)
     assert list(examples["relevant"]) == (relevant & mask).sum(1).tolist()
     rolled = plain_rollout(maps, mask, last)
-    np.testing.assert_allclose(examples["rollout"], (rolled * relevant).sum(1).numpy(), atol=1e-6)
-    np.testing.assert_allclose(examples["chance"], ((relevant & mask).sum(1) / mask.sum(1)).numpy(), atol=1e-6)
+    # NaN for an example without a relevant token, which the shortest one is where padding is on the left.
+    known = torch.where((relevant & mask).any(1), 1.0, torch.nan)
+    assert int(known.isnan().sum()) == (side == "left")
+    np.testing.assert_allclose(examples["rollout"], ((rolled * relevant).sum(1) * known).numpy(), atol=1e-6)
+    np.testing.assert_allclose(examples["chance"], ((relevant & mask).sum(1) / mask.sum(1) * known).numpy(), atol=1e-6)
     by_head = probe.examples(by_head=True)
     read = torch.stack([given[torch.arange(3), :, last] for given in maps], dim=1)
-    wanted = (read * (relevant & mask)[:, None, None]).sum(-1)
+    wanted = (read * (relevant & mask)[:, None, None]).sum(-1) * known[:, None, None]
     np.testing.assert_allclose(by_head["attention"], wanted.flatten().numpy(), atol=1e-6)
     np.testing.assert_allclose(examples["attention"], wanted.mean(dim=(1, 2)).numpy(), atol=1e-6)
 
