@@ -1,6 +1,7 @@
 """Rationale data in the layout of the ERASER benchmark (DeYoung et al. 2020)."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ def eraser(
 ) -> Task:
     """Return documents with their class; one relevance mask marks the tokens of all evidences together.
 
-    The words of a document are the parts of `docs/ID` that white space separates; the text joins them with single
-    spaces. Annotations of several documents, and those whose evidence lies outside its document, are left out and
-    counted. A query, if there is one, is not part of the text.
+    The words of a document are the parts of the lines of `docs/ID` that the space character separates; the text joins
+    them with single spaces. Annotations of several documents, and those whose evidence lies outside its document or
+    states another text than stands there, are left out and counted. A query, if there is one, is not part of the text.
 
     Args:
         data: a folder with docs/ and {train,val,test}.jsonl.
@@ -68,17 +69,33 @@ def _examples(rows: list[dict[str, Any]], folder: Place, classes: tuple[str, ...
         if len(documents) > 1:
             yield LeftOut("with several documents")
             continue
-        text, words = text_of_words(_document(folder, str(documents.pop())).split())
+        tokens = _tokens(_document(folder, str(documents.pop())))
+        text, words = text_of_words(tokens)
         ranges = [(field(span, "start_token", folder), field(span, "end_token", folder)) for span in evidences]
         spans = _marked(words, ranges)
         if not words:
             yield LeftOut("without words")
         elif spans is None:
             yield LeftOut("whose evidence lies outside its document")
+        elif not all(_says_its_text(span, tokens) for span in evidences):
+            yield LeftOut("whose evidence has another text than its document at that place")
         else:
             label = str(row["classification"])
             relevant = (spans,) if spans else ()
             yield TextExample(text=text, label=classes.index(label), relevant=relevant, id=name, group=label)
+
+
+def _tokens(document: str) -> list[str]:
+    """Return the tokens that evidences are counted in: what the space character separates in each line."""
+    lines = re.split(r"\r\n|\n|\r", document)
+    return [token for line in lines for token in line.strip().split(" ") if token.strip()]
+
+
+def _says_its_text(evidence: dict[str, Any], tokens: Sequence[str]) -> bool:
+    """Return whether an evidence's own text, if it states one, is that of its tokens; spaces are not compared."""
+    stated = evidence.get("text")
+    marked = tokens[evidence["start_token"] : evidence["end_token"]]
+    return not isinstance(stated, str) or "".join(stated.split()) == "".join("".join(marked).split())
 
 
 def _marked(words: tuple[Span, ...], evidences: list[Span]) -> tuple[Span, ...] | None:

@@ -16,6 +16,7 @@ from ...versions import versions
 from ..measures.paper_readout import PaperReadout
 from ..models.alternatives import Answers, answers, are_compared, label_of
 from ..models.model import AttentionModel
+from ..models.task_fitting import with_class_names
 from ..models.tokenisers import written
 from ..rationales.faithfulness import RANDOM, Faithfulness, faithfulness
 from ..rationales.plausibility import plausibility
@@ -92,6 +93,7 @@ def explain(
     """
     settings = settings or ExplanationSettings()
     note = progress or _silent
+    task = with_class_names(task, model)
     examples = task.in_tokens
     compared = are_compared(examples)
     predicted = answers(
@@ -132,7 +134,7 @@ def explain(
     name = written(tokeniser)
     return Explanation(
         description=described(model, task, settings, compared, rows, faithful, main),
-        examples=example_table(task, predicted, main, name),
+        examples=example_table(task, predicted, main, name, classifies=model.classifies),
         tokens=token_table(examples, rows, name),
         methods=method_table(faithful, relevance, plausible, settings),
         faithfulness=faithful.table,
@@ -233,6 +235,7 @@ def described(
             "heads": model.heads,
             "causal": model.causal,
             "context": model.context,
+            "mode": model.mode,
         },
         "task": {
             "name": task.name,

@@ -26,7 +26,9 @@ def beyond_random(metric: str) -> str:
     return f"{metric} beyond random"
 
 
-def example_table(task: Task, answers: Answers, main: RelevantAttention | None, name: Written) -> pd.DataFrame:
+def example_table(
+    task: Task, answers: Answers, main: RelevantAttention | None, name: Written, *, classifies: bool = False
+) -> pd.DataFrame:
     """Return one row for each example; see `Explanation.examples`.
 
     Args:
@@ -34,8 +36,10 @@ def example_table(task: Task, answers: Answers, main: RelevantAttention | None, 
         answers: the model's answers.
         main: relevant-token attention of the main method; None if no example has a relevant token.
         name: writes tokens as text.
+        classifies: whether the alternatives are classes, which have numbers where neither task nor model names them.
     """
     examples = task.in_tokens
+    written = _class_in_words if classifies and not task.classes else _in_words
     table = pd.DataFrame(
         {
             "example": range(len(examples)),
@@ -48,10 +52,10 @@ def example_table(task: Task, answers: Answers, main: RelevantAttention | None, 
             "label": pd.array([example.label for example in examples], dtype="Int64"),
             "predicted": answers.predicted,
             "right_answer": [
-                "" if example.label is None else _in_words(task, example, example.label, name) for example in examples
+                "" if example.label is None else written(task, example, example.label, name) for example in examples
             ],
             "answer": [
-                _in_words(task, example, int(predicted), name)
+                written(task, example, int(predicted), name)
                 for example, predicted in zip(examples, answers.predicted, strict=True)
             ],
             "right": answers.right,
@@ -151,3 +155,7 @@ def _in_words(task: Task, example: Example, alternative: int, name: Written) -> 
     if example.continuations:
         return name(example.continuations[alternative])
     return name([alternative])
+
+
+def _class_in_words(_task: Task, _example: Example, alternative: int, _name: Written) -> str:
+    return f"class {alternative}"

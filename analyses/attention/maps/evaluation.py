@@ -27,15 +27,30 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = module in training
 
 
+#: The attention implementations of transformers that compute no map; a function that a user has registered may.
+_FUSED = ("sdpa", "flash", "flex", "paged|")
+
+
+def is_fused(kind: str | None) -> bool:
+    """Return whether an attention implementation is one of transformers' own, or of the kernels of a hub, without maps.
+
+    Args:
+        kind: The name of the implementation; None if there is no choice.
+    """
+    return kind is not None and (kind.startswith(_FUSED) or "/" in kind)
+
+
 @contextmanager
 def eager_attention(model: nn.Module) -> Iterator[str | None]:
-    """Set the attention of a model of transformers to eager, and set it back afterwards.
+    """Set fused attention of a model of transformers to eager, and set it back afterwards.
+
+    A function that the user has registered with transformers is part of the model, and stays.
 
     Yields:
         The implementation that stays set because the model cannot be changed once it is built; None for eager.
     """
     before = [(config, config._attn_implementation) for config in _configs(model)]
-    if all(kind in (None, "eager") for _, kind in before):
+    if not any(is_fused(kind) for _, kind in before):
         yield None
         return
     can_be_set: Any = getattr(model, "_can_set_attn_implementation", None)

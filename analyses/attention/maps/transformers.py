@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ....circuits.errors import CallError
 from ....circuits.weights.layer_keys import LayerKey, layer_name
 from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
+from .evaluation import is_fused
 from .modes import mode_after_dropout
 from .numbering import layer_numbers
 from .source import InputReceiver, LayerMap, MapSource, Receiver
@@ -87,7 +88,7 @@ class TransformersMaps(MapSource):
         """Refuse a model with fused attention."""
         for module in self._modules:
             kind = module.implementation
-            if kind not in (None, "eager"):
+            if is_fused(kind):
                 raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {REMEDY}")
 
     def during(self) -> AbstractContextManager[None]:

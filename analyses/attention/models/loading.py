@@ -1,5 +1,7 @@
 """Models for the measures, from an object, a folder, a file or the hub."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 from ....circuits.checkpoints.runs import find_checkpoints
-from ....circuits.errors import CallError, QkovError, named_input
+from ....circuits.errors import CallError, QkovError, named_input, reason
 from ....circuits.live.hooked_models import has_weight_interface
 from ...dynamics.model import SingleLayerAttention
 from ..maps.search import source_of, unwrapped_model
@@ -17,7 +19,7 @@ from .single_layer import SingleLayerModel
 from .tokenisers import load_tokeniser
 from .torch_model import TorchModel
 from .transformer_lens import HookedModel
-from .transformers import TransformersCausalLM, TransformersClassifier, TransformersMaskedLM
+from .transformers import TransformersCausalLM, TransformersClassifier, TransformersMaskedLM, demand_text
 
 #: What a model predicts: classes of a sequence, the next token, or the token at a mask.
 Kind = Literal["classifier", "causal", "masked"]
@@ -74,10 +76,34 @@ def load_model(
         return _from_address(str(source), kind, mask_token, dtype, device)
     if isinstance(source, nn.Module):
         source = unwrapped_model(source)
+    with _in_one_line(type(source).__name__):
+        return _of_object(source, kind, mask_token)
+
+
+@contextmanager
+def _in_one_line(name: str) -> Iterator[None]:
+    """Turn whatever a model raises on a trial run into a refusal of it.
+
+    Raises:
+        CallError: The model could not be run.
+    """
+    try:
+        yield
+    except QkovError:
+        raise
+    except Exception as error:
+        raise CallError(
+            f"{name} could not be run on a short sequence of tokens as qkov runs models of text, so explain does not "
+            f"support it ({type(error).__name__}: {reason(error)})"
+        ) from error
+
+
+def _of_object(source: Any, kind: Kind | None, mask_token: int | None) -> AttentionModel:
     name = type(source).__name__
     if has_weight_interface(source) and hasattr(source, "hooks"):
         return HookedModel(source, mask_token=mask_token)
     if hasattr(source, "config") and hasattr(source, "get_input_embeddings"):
+        demand_text(source, name)
         return _of_kind(source, kind or _kind_of([name], name), None, mask_token)
     if isinstance(source, nn.Module):
         source_of(source)
@@ -133,7 +159,8 @@ def _from_transformers(
         )
     if mask_token is None and not is_gguf:
         mask_token = _mask_token(folder)
-    return _of_kind(model.to(device), chosen, address, mask_token)
+    with _in_one_line(address):
+        return _of_kind(model.to(device), chosen, address, mask_token)
 
 
 def _of_kind(model: Any, kind: Kind, name: str | None, mask_token: int | None) -> AttentionModel:

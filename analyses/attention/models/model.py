@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....circuits.errors import CallError
 from ....circuits.weights.attention_weights import AttentionWeights
@@ -99,6 +99,7 @@ class AttentionModel(ABC):
         residual_stream: Whether what a layer reads is carried past its attention, as rollout assumes.
         own_padding: Whether `pad` is the vocabulary's own padding token, and not some other id that serves as padding.
         mask_token: The id that stands for a removed token; None if the vocabulary has none.
+        class_names: The names of the classes of a classifier, in its order; empty if they are not stated.
         classifies: Whether its outputs are classes of a sequence, read at one position; otherwise they are next tokens.
     """
 
@@ -111,8 +112,16 @@ class AttentionModel(ABC):
     pad: int
     mask_token: int | None
     classifies: bool
+    class_names: tuple[str, ...] = ()
     residual_stream: bool = True
     own_padding: bool = True
+
+    @property
+    def mode(self) -> str:
+        """The mode that the model is run in, in words; a model object that is in training mode stays in it."""
+        modules = getattr(self, "_model", None)
+        is_training = isinstance(modules, nn.Module) and any(module.training for module in modules.modules())
+        return "evaluation, although the model itself is in training mode" if is_training else "evaluation"
 
     @abstractmethod
     def logits(

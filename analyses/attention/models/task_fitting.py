@@ -1,11 +1,39 @@
 """Fitting a task to a model: in the model's tokens, within its context, and of the kind that it can answer."""
 
+from dataclasses import replace
 from typing import Any
 
 from ....circuits.errors import CallError
 from ...tasks.encoding import encode_task
 from ...tasks.example import Task, TextExample
 from .model import AttentionModel
+
+
+def with_class_names(task: Task, model: AttentionModel) -> Task:
+    """Return a task whose classes have names, and whose labels count the classes in the model's order.
+
+    Where a model and a task name the same classes, labels are matched by name. Where the task names none, the names are
+    the model's.
+
+    Args:
+        task: The task.
+        model: The model that answers it.
+    """
+    names = model.class_names
+    if not model.classifies or not names or task.classes == names:
+        return task
+    if not task.classes:
+        return replace(task, classes=names) if not any(example.continuations for example in task.examples) else task
+    known = [name.casefold() for name in names]
+    wanted = [name.casefold() for name in task.classes]
+    if len(set(known)) < len(known) or sorted(known) != sorted(wanted):
+        return task
+    numbers = [known.index(name) for name in wanted]
+    examples = tuple(
+        example if example.label is None else replace(example, label=numbers[example.label])
+        for example in task.examples
+    )
+    return replace(task, classes=names, examples=examples)
 
 
 def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) -> Task:
@@ -33,6 +61,7 @@ def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) ->
         raise CallError(
             f"{model.name} predicts tokens, and {task.name} has classes ({', '.join(task.classes)}); give a classifier"
         )
+    task = with_class_names(task, model)
     texts = [example for example in task.examples if isinstance(example, TextExample)]
     if not texts:
         return task

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....circuits.errors import named_input
+from ....circuits.errors import QkovError, named_input
 
 #: Writes token ids as text.
 Written = Callable[[Sequence[int]], str]
@@ -25,7 +25,29 @@ def load_tokeniser(address: Path | str) -> Any:
     is_gguf = path.suffix == ".gguf"
     options = {"gguf_file": path.name} if is_gguf else {}
     with named_input(address, "a tokenizer of transformers", "give the address of the tokenizer"):
-        return transformers.AutoTokenizer.from_pretrained(str(path.parent) if is_gguf else str(address), **options)
+        tokeniser = transformers.AutoTokenizer.from_pretrained(str(path.parent) if is_gguf else str(address), **options)
+    _demand_vocabulary(tokeniser, path, address)
+    return tokeniser
+
+
+def _demand_vocabulary(tokeniser: Any, path: Path, address: Path | str) -> None:
+    """Refuse a tokenizer that transformers has made up where the model's has no file.
+
+    Raises:
+        QkovError: The folder has no file of a vocabulary, or the vocabulary has no token that stands for text.
+    """
+    files = sorted({*getattr(type(tokeniser), "vocab_files_names", {}).values(), "tokenizer.json"} - {None})
+    needs_file = bool(getattr(type(tokeniser), "vocab_files_names", None)) and path.is_dir()
+    patterns = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.bpe")
+    beside = {file.name for pattern in patterns for file in path.glob(pattern)} if needs_file else set()
+    others = {name for name in beside if name.endswith((".model", ".tiktoken")) or name.startswith(("tekken", "vocab"))}
+    missing = needs_file and not (set(files) & beside or others)
+    special = set(tokeniser.all_special_ids)
+    if missing or not set(tokeniser.get_vocab().values()) - special:
+        raise QkovError(
+            f"{address} has no tokenizer (expected one of {', '.join(files)}); save the one that the model was trained "
+            f"with there, or give its address (--tokenizer)"
+        )
 
 
 def written(tokeniser: Any | None) -> Written:

@@ -41,6 +41,7 @@ class TransformersModel(AttentionModel):
             CallError: The model has an encoder and a decoder, or gives no attention maps.
         """
         self.name = name or getattr(model, "name_or_path", "") or type(model).__name__
+        demand_text(model, self.name)
         if getattr(model.config, "is_encoder_decoder", False):
             demand_one_stack({"encoder", "decoder"}, self.name)
         self._model = model
@@ -56,9 +57,10 @@ class TransformersModel(AttentionModel):
         with self._as_measured() as options:
             if options:
                 self._demand_same_logits(tokens, options)
-            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, None, options), self.name)
+            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, options), self.name)
         self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.causal
         self.layer_keys = self._maps.keys
+        self._demand_own_function(config)
 
     @property
     def device(self) -> torch.device:
@@ -78,11 +80,11 @@ class TransformersModel(AttentionModel):
         self.demand_context(tokens)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         reads = maps is not None or inputs is not None
-        with self._as_measured() as options:
+        with self._as_measured() as options, self._embedding_replaced(embedded):
             if not reads:
-                return self._run(tokens, mask, embedded, {})
+                return self._run(tokens, mask, {})
             with self._maps.handed_on(maps, inputs):
-                return self._run(tokens, mask, embedded, options)
+                return self._run(tokens, mask, options)
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
         """Return the token embeddings."""
@@ -118,7 +120,7 @@ class TransformersModel(AttentionModel):
         for length in (tokens.shape[1], tokens.shape[1] - 1):
             mask = torch.arange(tokens.shape[1], device=tokens.device)[None] < length
             with torch.no_grad():
-                fused, plain = (self._run(tokens, mask, None, chosen) for chosen in ({}, options))
+                fused, plain = (self._run(tokens, mask, chosen) for chosen in ({}, options))
             if fused.ndim == 3:
                 fused, plain = fused[mask], plain[mask]
             if not torch.allclose(fused, plain, rtol=1e-2, atol=1e-2 * float(fused.abs().max())):
@@ -129,14 +131,85 @@ class TransformersModel(AttentionModel):
                 )
 
     @abstractmethod
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
+    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
         """Call the model."""
 
-    def _arguments(self, tokens: Tensor, mask: Tensor, embedded: Tensor | None) -> dict[str, Tensor]:
-        words = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded.to(self.device)}
-        return words | {"attention_mask": mask.long()}
+    @contextmanager
+    def _embedding_replaced(self, embedded: Tensor | None) -> Iterator[None]:
+        """Let the model go on with other embeddings of its tokens.
+
+        The model is called with the ids, since some models do with ids what they leave out when they are called with
+        embeddings.
+
+        Raises:
+            CallError: The model does not embed each token once by the module that it names.
+        """
+        if embedded is None:
+            yield
+            return
+        shapes: list[torch.Size] = []
+
+        def replace(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+            shapes.append(output.shape)
+            return embedded.to(output.device)
+
+        handle = self._model.get_input_embeddings().register_forward_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if shapes != [embedded.shape]:
+            raise CallError(
+                f"{self.name} calls its token embedding {len(shapes)} times for a batch; expected once, for vectors of "
+                f"shape {list(embedded.shape)}"
+            )
+
+    def _demand_own_function(self, config: Any) -> None:
+        """Refuse a model that computes something else than its owner's calls do, by ids or by embeddings.
+
+        Raises:
+            CallError: The logits differ by more than rounding.
+        """
+        tokens = self._plain_tokens(config)
+        longest = tokens.shape[1]
+        for length in (longest, longest - 2):
+            mask = torch.arange(longest, device=self.device)[None] < length
+            if length < longest and not self._reads_padding_as_masked:
+                continue
+            filled = tokens.masked_fill(~mask, self.pad)
+            with torch.no_grad():
+                with evaluation_mode(self._model):
+                    own = as_float(self._model(**_arguments(filled, mask)).logits)
+                for way, embedded in (("ids", None), ("embeddings", self.embed(filled))):
+                    adapted = self.logits(filled, mask, maps=lambda _layer, _map: None, embedded=embedded)
+                    self._demand_same(own, adapted, mask, way)
+
+    @property
+    def _reads_padding_as_masked(self) -> bool:
+        """Whether the model itself takes what the mask hides for padding, wherever it reads its prediction."""
+        return True
+
+    def _plain_tokens(self, config: Any) -> Int[Tensor, "1 position"]:
+        """Return a sequence of tokens without special ones, as far as the vocabulary has others."""
+        stated = [value for key, value in config.to_dict().items() if key.endswith("token_id")]
+        special = {value for each in stated for value in (each if isinstance(each, list) else [each])}
+        special |= {self.mask_token, self.pad}
+        plain = [token for token in range(self._vocabulary) if token not in special][-TRIAL_LENGTH:]
+        return torch.tensor([(plain or [0]) * TRIAL_LENGTH], device=self.device)[:, :TRIAL_LENGTH]
+
+    def _demand_same(self, own: Tensor, adapted: Tensor, mask: Tensor, way: str) -> None:
+        if own.shape == adapted.shape and own.ndim == 3:
+            own, adapted = own[mask], adapted[mask]
+        is_half = self._model.get_input_embeddings().weight.dtype in (torch.float16, torch.bfloat16)
+        limit = (3e-2 if is_half else 1e-4) * float(own.abs().max())
+        difference = float((own - adapted).abs().max()) if own.shape == adapted.shape else torch.inf
+        if not difference <= limit:
+            padded = "" if bool(mask.all()) else " with padding"
+            raise CallError(
+                f"the logits of {self.name}, as qkov runs it by {way}{padded}, differ from its own by "
+                f"{difference:.2g}, with logits up to {float(own.abs().max()):.2g}, so that another function would be "
+                f"explained; this model is not supported"
+            )
 
 
 class TransformersClassifier(TransformersModel):
@@ -160,6 +233,13 @@ class TransformersClassifier(TransformersModel):
                 f"the labels of {self.name} do not exclude each other; expected a model with one right class"
             )
         self._first = not self.causal and self._reads_first()
+        names = getattr(model.config, "id2label", None) or {}
+        self.class_names = tuple(str(names[number]) for number in range(len(names)) if number in names)
+
+    @property
+    def _reads_padding_as_masked(self) -> bool:
+        # A decoder finds its last token by the id of the padding.
+        return self.own_padding or getattr(self._model, "score", None) is None
 
     def readout(self, mask: Bool[Tensor, "batch position"]) -> Int[Tensor, " batch"]:
         """Return the position at which the prediction for each example is read."""
@@ -172,10 +252,8 @@ class TransformersClassifier(TransformersModel):
             )
         return torch.zeros(len(mask), dtype=torch.long)
 
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
-        arguments = self._arguments(tokens, mask, embedded) | options
+    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
+        arguments = _arguments(tokens, mask) | options
         head = getattr(self._model, "score", None)
         if head is None:
             logits = as_float(self._model(**arguments).logits)
@@ -241,10 +319,8 @@ class TransformersCausalLM(_LanguageModel):
         """Return the last token of each example."""
         return last_token(mask)
 
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
-        return as_float(self._model(**self._arguments(tokens, mask, embedded), **options, use_cache=False).logits)
+    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**_arguments(tokens, mask), **options, use_cache=False).logits)
 
 
 class TransformersMaskedLM(_LanguageModel):
@@ -284,10 +360,27 @@ class TransformersMaskedLM(_LanguageModel):
             positions.append(candidates[0])
         return torch.tensor(positions)
 
-    def _run(
-        self, tokens: Tensor, mask: Tensor, embedded: Tensor | None, options: dict[str, bool]
-    ) -> Float[Tensor, "batch *position output"]:
-        return as_float(self._model(**self._arguments(tokens, mask, embedded), **options).logits)
+    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**_arguments(tokens, mask), **options).logits)
+
+
+def demand_text(model: Any, name: str) -> None:
+    """Refuse a model of transformers that reads something else than token ids.
+
+    Args:
+        model: The model.
+        name: The model's name, for the message.
+
+    Raises:
+        CallError: It reads images, sound or the like.
+    """
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise CallError(f"{name} reads {reads}, not token ids; explain takes models of text")
+
+
+def _arguments(tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": tokens, "attention_mask": mask.long()}
 
 
 def _context(model: nn.Module, config: Any) -> int | None:
