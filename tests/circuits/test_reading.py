@@ -125,10 +125,10 @@ def faults(tmp_path):
         ("empty.safetensors", "is empty"),
         ("text.pt", "is not a PyTorch file"),
         ("text.safetensors", "cannot be read as safetensors"),
-        ("list.pt", "holds a list; expected a dictionary of tensors"),
+        ("list.pt", "holds a list without tensors; expected a dictionary of tensors"),
         ("code.pt", "wants to run code .*refused; .*--trust-pickle"),
         ("model.onnx", "model.onnx holds an ONNX graph"),
-        ("none.pt", "is not a file"),
+        ("none.pt", "none.pt does not exist; expected a file that ends in"),
         ("whole.pt", "are not recognised: the file holds layers.0.k.*--map"),
     ],
 )
