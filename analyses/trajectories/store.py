@@ -169,7 +169,7 @@ class RunStore:
             path: The path of the file.
             key: The key that `write` stored with it.
         """
-        return path.exists() and _key_of(path) == key
+        return path.is_file() and _key_of(path) == key
 
     def rows_in(self, path: Path, key: str) -> int | None:
         """Return the number of rows in a file of the store that was made from what a key states, or None.
@@ -253,7 +253,7 @@ class RunStore:
         known = [
             self.contents_path(step)
             for step in self.steps()
-            if self.contents_path(step).exists() and _key_of(self.contents_path(step)) == _key_of(self.path(step))
+            if self.contents_path(step).is_file() and _key_of(self.contents_path(step)) == _key_of(self.path(step))
         ]
         return self._read(known) if known else CONTENTS.empty_table().to_pandas()
 

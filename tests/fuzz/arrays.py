@@ -21,7 +21,7 @@ def array_input(order: random.Random) -> Input:
         name, content = order.choice(list(members.items()))
         return Input("checkpoint", {"a.npy": mutated_bytes(content, order) if order.random() < 0.5 else content})
     for name in members:
-        if order.random() < 0.1:
+        if order.random() < 0.02:
             members[name] = mutated_bytes(members[name], order)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", order.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as archive:
@@ -37,7 +37,7 @@ def array_input(order: random.Random) -> Input:
 
 
 def _array(tensor: np.ndarray, order: random.Random) -> bytes:
-    if order.random() < 0.9:
+    if order.random() < 0.97:
         buffer = io.BytesIO()
         np.save(buffer, tensor)
         return buffer.getvalue()

@@ -132,7 +132,16 @@ def _from_address(
         raise CallError(
             f"{address} has no config.json and no step_*.safetensors, so it does not hold a model that qkov can run"
         )
+    _demand_files(path)
     return _from_transformers(address, kind, mask_token, dtype, device)
+
+
+def _demand_files(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it, for which transformers would wait."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    strange = next((entry for entry in entries if entry.exists() and not (entry.is_file() or entry.is_dir())), None)
+    if strange is not None:
+        raise QkovError(f"{strange} is a pipe, a device or a socket; expected a regular file")
 
 
 def _from_transformers(

@@ -4,6 +4,7 @@ import csv
 import gzip
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOBase
 from pathlib import Path
 
 from ....circuits.errors import CallError, QkovError, named_input
@@ -15,6 +16,7 @@ from .sentences import Forms, agreement_example, agreement_task
 from .verb_forms import plural_of, singular_of
 
 _COLUMNS = ("orig_sentence", "subj", "verb", "verb_pos", "subj_index", "verb_index", "n_diff_intervening")
+_LONGEST_LINE = 2**20
 # Tags of the third person singular, of the plural, and of the infinitive, which has the form of the plural.
 _SINGULAR, _PLURAL, _INFINITIVE = "VBZ", "VBP", "VB"
 
@@ -112,9 +114,17 @@ def _rows(path: Path, file: Place) -> Iterator[dict[str, str]]:
         yield from table
 
 
+def _bounded(lines: TextIOBase) -> Iterator[str]:
+    """Yield the lines, none of which is long: a few compressed bytes may stand for a line of any length."""
+    while line := lines.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise ValueError(f"it has a line of more than {_LONGEST_LINE} characters")
+        yield line
+
+
 @contextmanager
 def _opened(path: Path, file: Place) -> Iterator[Iterator[str]]:
     with named_input(file, "a table in UTF-8"):
         opened = gzip.open if file.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="") as lines:
-            yield lines
+            yield _bounded(lines)
