@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from ...circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
+    from .comparison.models import ModelComparison, compare_models
     from .integrity.auditing import audit
     from .integrity.findings import Finding
     from .integrity.result import Integrity
-    from .model_comparison import ModelComparison, compare_models
     from .snapshot import circuit_table
     from .store import RunStore
     from .tracking import Tracked, track

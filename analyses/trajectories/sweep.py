@@ -9,7 +9,7 @@ from ...circuits.checkpoints.steps.stated import stated_step
 from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.content import ContentRecorder
-from .contents import content_columns
+from .integrity.contents import content_columns
 from .keeping import files_to_read
 from .left_out import LeftOut, UnusableCheckpointError, blaming
 from .measuring import checkpoint_rows, composition_columns

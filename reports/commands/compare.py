@@ -49,7 +49,8 @@ def compare(
     """
     demand_supported("torch", "safetensors", "fsspec", "pandas", "pyarrow", "matplotlib", "jinja2")
 
-    from ...analyses.trajectories.model_comparison import compare_models, demand_table_format, write_changes
+    from ...analyses.trajectories.comparison.files import demand_table_format, write_changes
+    from ...analyses.trajectories.comparison.models import compare_models
     from ...circuits.weights.layer_keys import layer_label
     from ..pages.compare_report import MAPPED, write_compare_report
     from .options import one_of

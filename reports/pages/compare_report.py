@@ -9,7 +9,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from ...analyses.inline_svg import literal
-from ...analyses.trajectories.model_comparison import ModelComparison
+from ...analyses.trajectories.comparison.models import ModelComparison
 from ...analyses.versions import versions
 from ...circuits.errors import CallError
 from ..drawing.heat_maps import HeatMap, draw_heat_map

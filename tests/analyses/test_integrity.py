@@ -335,7 +335,7 @@ def test_what_a_store_does_not_hold_is_unknown(tmp_path):
         "note."
     ]
     store.path(20).unlink()
-    assert "Step 20 was not checked: it is not in the store yet." in sentences(audit(tmp_path / "store"))
+    assert "Step 20 was not checked: the store does not hold it." in sentences(audit(tmp_path / "store"))
     shutil.rmtree(store.contents_folder)
     with pytest.raises(CallError, match=f"audit the checkpoints themselves: qkov audit {run}"):
         audit(tmp_path / "store")

@@ -8,13 +8,10 @@ import pytest
 import torch
 import transformers
 from qkov.analyses.trajectories import ModelComparison, compare_models
-from qkov.analyses.trajectories.model_comparison import (
-    CHANGE_QUANTITIES,
-    changes_in_words,
-    demand_comparable,
-    share,
-    write_changes,
-)
+from qkov.analyses.trajectories.comparison.comparable import demand_comparable
+from qkov.analyses.trajectories.comparison.files import write_changes
+from qkov.analyses.trajectories.comparison.models import CHANGE_QUANTITIES
+from qkov.analyses.trajectories.comparison.wording import changes_in_words, share
 from qkov.circuits import AttentionFacts, AttentionWeights, CallError, HeadNorm, Norm, Rotary, open_checkpoint
 
 SHAPE = {

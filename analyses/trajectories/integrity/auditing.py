@@ -15,8 +15,8 @@ from ....circuits.reading.options import ReadingKeywords, ReadingOptions, readin
 from ....circuits.storage.address import place_of
 from ....circuits.storage.places import LocalPlace
 from ....circuits.weights.content import layer_content
-from ..contents import content_columns
 from ..store import CONTENTS, RunStore
+from .contents import content_columns
 from .result import Integrity, integrity_of
 
 #: Why a step of a store is unknown.
@@ -131,7 +131,7 @@ def store_integrity(store: RunStore, contents: pd.DataFrame) -> Integrity:
     listed = {checkpoint["step"] for checkpoint in description["checkpoints"]}
     expected = {step for step in listed if step is not None}
     unknown: dict[int, str] = dict.fromkeys(sorted(measured - known), NOT_NOTED)
-    unknown |= dict.fromkeys(sorted(expected - measured), "it is not in the store yet.")
+    unknown |= dict.fromkeys(sorted(expected - measured), "the store does not hold it.")
     return replace(integrity_of(contents, unknown, description.get("unit", "step")), left_out=description["left_out"])
 
 

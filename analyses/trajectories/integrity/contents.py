@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ...circuits.visible_text import visible
-from ...circuits.weights.content import LayerContent
+from ....circuits.visible_text import visible
+from ....circuits.weights.content import LayerContent
 
 
 def content_columns(contents: Iterable[LayerContent], step: int | None, source: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The change of each head between two models."""
