@@ -140,6 +140,7 @@ def track(
         recognised, skipped = first.weights.recognised, first.weights.skipped
         if len(checkpoints) == 1 and isinstance(first.weights, OpenCheckpoint):
             checkpoints = [checkpoints[0].stated_by(first.weights.file)]
+        _demand_same_kind_of_steps(target, checkpoints)
         if begun is None and directions is None:
             pinned = _first_usable(checkpoints[::-1], opening, unusable).checkpoint.step
         opening.keep(set())
@@ -345,6 +346,17 @@ def _none_usable(checkpoints: list[Checkpoint], unusable: dict[int | None, LeftO
 
 def _sorted(steps: Iterable[int | None]) -> list[int | None]:
     return sorted(steps, key=lambda step: -1 if step is None else step)
+
+
+def _demand_same_kind_of_steps(store: RunStore, checkpoints: list[Checkpoint]) -> None:
+    """Refuse a store of a checkpoint whose step was not known if the steps are known now, and the other way round."""
+    are_known = {step is not None for step in store.steps()}
+    if are_known - {checkpoint.step is not None for checkpoint in checkpoints}:
+        was, now = ("known", "is not") if True in are_known else ("not known", "is")
+        raise CallError(
+            f"{store.folder} was made when the step of its checkpoint was {was}, and it {now} known now; give another "
+            f"--out, or delete it"
+        )
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:

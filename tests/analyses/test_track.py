@@ -119,6 +119,22 @@ def test_task_directions_are_the_reference_where_given_also_as_a_sweep_is_resume
         track(tmp_path / "run", tmp_path / "other", directions=wrong)
 
 
+def test_a_store_does_not_mix_steps_that_are_known_and_not_known(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for step in (10, 20):
+        state = {f"blocks.0.attn.W_{role}": torch.randn(1, 4, 2) for role in "QKV"}
+        torch.save(state | {"blocks.0.attn.W_O": torch.randn(1, 2, 4)}, run / f"model_{step:06d}.pt")
+        if step == 10:
+            assert track(run, tmp_path / "alone").measured == [None]
+    with pytest.raises(CallError, match="the step of its checkpoint was not known, and it is known now; give another"):
+        track(run, tmp_path / "alone")
+    assert track(run, tmp_path / "both").measured == [10, 20]
+    (run / "model_000010.pt").unlink()
+    with pytest.raises(CallError, match="the step of its checkpoint was known, and it is not known now; give another"):
+        track(run, tmp_path / "both")
+
+
 def test_the_store_reads_as_it_is_elsewhere(tmp_path):
     store = track(write_run(tmp_path / "run"), tmp_path / "store").store
     expected = store.table()
