@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from qkov.circuits import QkovError, find_checkpoints, open_checkpoint
 from qkov.circuits.checkpoints.opening import open_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import GPT2Config, GPT2LMHeadModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 def saved(folder, state: dict[str, Any]):
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 

@@ -216,7 +216,9 @@ def test_nothing_is_imported_and_nothing_is_called(tmp_path, monkeypatch):
         raise AssertionError("the pickle was obeyed")
 
     module = types.ModuleType("qkov_test_module_of_a_stranger")
-    module.Anything = type("Anything", (), {"__reduce__": lambda _: (forbidden, ()), "__module__": module.__name__})
+    vars(module)["Anything"] = type(
+        "Anything", (), {"__reduce__": lambda _: (forbidden, ()), "__module__": module.__name__}
+    )
     pickled = (
         b"\x80\x02}(X\x01\x00\x00\x00wcposix\nsystem\nX\x02\x00\x00\x00id\x85R"
         b"X\x01\x00\x00\x00xcqkov_test_module_of_a_stranger\nAnything\n)\x81}X\x01\x00\x00\x00aK\x01sb"

@@ -146,10 +146,11 @@ class _Storages:
             return identifier[1]
         if not isinstance(identifier, tuple) or len(identifier) not in (5, 6) or identifier[0] != "storage":
             raise DamagedError("it refers to something outside that is not a storage")
-        _, kind, key, _, length = identifier[:5]
+        parts: list[Any] = list(identifier)
+        kind, key, _, length, *view = parts[1:]
         if not isinstance(kind, Named) or not isinstance(key, (str, int)) or type(length) is not int or length < 0:
             raise DamagedError("the description of a storage is not complete")
-        if len(identifier) == 6 and identifier[5] is not None:
+        if view and view[0] is not None:
             raise DamagedError("it holds storages that are parts of others, as torch before 0.4 saved them")
         key = str(key)
         if key not in self.by_key:

@@ -110,15 +110,17 @@ class _Walk:
     def add(self, name: str, value: Any, outer: tuple[int, ...]) -> bool:
         """Add one entry, and return whether it is a container that holds tensors."""
         contents = self.contents
-        tensor = _tensor(value)
+        # Most entries of a large file are plain containers, which need not be tried as anything else.
+        is_container = type(value) in (dict, list, tuple)
+        tensor = None if is_container else _tensor(value)
         if tensor is not None:
             self._add_tensor(name, tensor)
             return False
-        plain = plain_of(value)
+        plain = None if is_container else plain_of(value)
         if plain is not None:
             self._once(name, contents.values)
             contents.values[name] = plain
-        elif (form := _other_form(value)) is not None:
+        elif not is_container and (form := _other_form(value)) is not None:
             contents.unread[name] = form
         elif isinstance(value, (list, tuple)) and value and all(isinstance(part, Plain) for part in value):
             contents.lists[name] = tuple(value)

@@ -50,10 +50,11 @@ def model_type_of(kind: str) -> str | None:
     The class itself states it, but not its objects, which are all that a pickle holds.
     """
     # transformers is slow to import, and few pickles hold its configs.
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto import configuration_auto
 
+    names: dict[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
     module, _, name = kind.rpartition(".")
-    fitting = [model_type for model_type, config in CONFIG_MAPPING_NAMES.items() if config == name]
+    fitting = [model_type for model_type, config in names.items() if config == name]
     # Several types may share a class; the folder of the class has the name of its own type.
     own = [model_type for model_type in fitting if model_type.replace("-", "_") in module.split(".")]
     return own[0] if len(own) == 1 else fitting[0] if len(fitting) == 1 else None

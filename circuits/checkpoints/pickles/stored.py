@@ -150,14 +150,17 @@ class StoredSparse(Readable):
 
     def read(self, name: str) -> Tensor:
         """Return the tensor with its zeros."""
-        parts = [part.read(name) for part in (*self.indices, self.values)]
+        indices, values = [part.read(name) for part in self.indices], self.values.read(name)
         with named_input(name, "a sparse tensor"), warnings.catch_warnings():
             # torch warns that some of its layouts are new.
             warnings.simplefilter("ignore")
             if self.layout == "sparse_coo":
-                return torch.sparse_coo_tensor(*parts, self.shape, check_invariants=True).to_dense()
+                return torch.sparse_coo_tensor(indices[0], values, self.shape, check_invariants=True).to_dense()
+            compressed, plain = indices
             layout = getattr(torch, self.layout)
-            return torch.sparse_compressed_tensor(*parts, self.shape, layout=layout, check_invariants=True).to_dense()
+            return torch.sparse_compressed_tensor(
+                compressed, plain, values, self.shape, layout=layout, check_invariants=True
+            ).to_dense()
 
 
 class HeldTensor(Readable):
