@@ -387,6 +387,7 @@ def test_the_step_of_one_name_can_be_told(tmp_path):
         ("A_1_1.pt", "says no step: expected {step}"),
         ("A_{epoch}_{step}.pt", "contains {epoch}; expected {step}, {layer}, {head} or *"),
         ("before.pt=first", "says no step"),
+        ("*_*_*_*_{step}.pt", "has more than 3 times [*] in a name"),
         ("C_{step}.pt", "no name in .* fits the pattern 'C_{step}.pt'"),
         ("A_1_1_{step}", "a pattern covers a whole name with its ending"),
         (".+{step}.pt", "no name in .* fits"),

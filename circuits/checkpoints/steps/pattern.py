@@ -15,6 +15,8 @@ _PLACEHOLDERS = {
     "{head}": r"\d{1,9}",
     "*": r"[^/]*?",
 }
+#: Every further one multiplies the time that it takes to see that a name does not fit.
+_MOST_STARS = 3
 _PARTS = ("{layer}", "{head}")
 _TOKEN = re.compile(r"(\{[^{}]*\}|\*)")
 _FIXED = re.compile(r"(?P<name>.+)=(?P<step>[^=/]+)", re.DOTALL)
@@ -103,6 +105,8 @@ class StepPattern:
         return tuple(int(captured[placeholder]) for placeholder in self.parts)
 
     def _compiled(self, level: str) -> re.Pattern[str]:
+        if level.count("*") > _MOST_STARS:
+            raise CallError(f"the pattern {self.text!r} has more than {_MOST_STARS} times * in a name; expected fewer")
         expression, seen = "", set()
         for token in _TOKEN.split(level):
             if token in seen:
