@@ -25,7 +25,7 @@ from .worker_processes import WorkerLostError, done_by_workers
 ENGINES = ("processes", "dask", "ray")
 #: What the first engine was called before it had processes of its own.
 _EARLIER_NAMES = {"loky": "processes"}
-#: Seconds within which a cluster must answer, and a file that a worker wrote must be seen.
+#: Seconds within which a cluster must answer, and show a file that a worker wrote.
 PATIENCE = 10
 #: Seconds between two looks at something that sends no word.
 _BETWEEN_LOOKS = 0.5
@@ -44,7 +44,13 @@ _LOCAL_CLUSTER: dict[str, Any] = {
 
 
 class Engine(ABC):
-    """Does measurements, in any order."""
+    """Does measurements, in any order.
+
+    Attributes:
+        patience: Seconds within which a file that a worker wrote must be seen by this process.
+    """
+
+    patience: int = 0
 
     def run(self, measurements: Sequence[Measurement]) -> Generator[tuple[int | None, Measured | LeftOut], None, None]:
         """Do the measurements, and yield the step of each and what it did, or which checkpoint is to be left out.
@@ -132,6 +138,8 @@ class Processes(Engine):
 class Dask(Engine):
     """Does measurements on a Dask cluster: the one at an address, or one of processes of this machine."""
 
+    patience = PATIENCE
+
     def __init__(self, workers: int | None, address: str | None) -> None:
         """Set the number of workers to start here, or the address of the cluster's scheduler."""
         self.workers, self.address = workers, address
@@ -208,6 +216,8 @@ class Dask(Engine):
 
 class Ray(Engine):
     """Does measurements on a Ray cluster: the one at an address, or one of processes of this machine."""
+
+    patience = PATIENCE
 
     def __init__(self, workers: int | None, address: str | None) -> None:
         """Set the number of workers to use, and the address of the cluster."""
@@ -305,18 +315,19 @@ def engine_named(name: str, workers: int | None = None, address: str | None = No
     return Dask(workers, address) if name == "dask" else Ray(workers, address)
 
 
-def demand_whole(measurement: Measurement, measured: Measured) -> None:
+def demand_whole(measurement: Measurement, measured: Measured, patience: int) -> None:
     """Refuse to count a measurement whose files this process does not find whole in the store.
 
     Args:
         measurement: The measurement.
         measured: What the worker says that it did.
+        patience: Seconds to wait for the files, which a network may show late.
 
     Raises:
         QkovError: A file is missing, holds another number of rows, or was made from something else.
     """
     seen = measurement.rows_in_store()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while (seen != measured.rows or seen[0] is None) and time.monotonic() < deadline:
         time.sleep(_BETWEEN_LOOKS)
         # A file system in a network looks again for a file that was missing when its folder is listed.

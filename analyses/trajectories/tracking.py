@@ -67,7 +67,8 @@ def track(
 
     Every row holds the quantities of `measure` for one layer, head and circuit, the change since the previous
     checkpoint (`motion`), and scale and cosine along a reference: the task's directions if they are given, otherwise
-    the last checkpoint that could be read when the store was begun. For heads that share keys and values, Omega's
+    the checkpoint that was the run's last when the store was begun (the last before it that can be read, as long as it
+    cannot). For heads that share keys and values, Omega's
     rates, the imbalance and the agreement of Omega with the exact operator are those of the group. Rows of W_QK of
     rotary models also hold its norm at a series of offsets.
 
@@ -131,6 +132,8 @@ def track(
     )
     begun = demand_resumable(target, source, settings)
     pinned = None if begun is None else begun.get("reference_step")
+    # The last of the run when the store was begun; while it cannot be read, the last before it that can be stands in.
+    intended = None if begun is None else begun.get("intended_reference", pinned)
     unusable: dict[int | None, LeftOut] = {}
     checkpoints = found_run.checkpoints
     with folder_for_keeping(checkpoints) as kept_in:
@@ -142,7 +145,9 @@ def track(
             checkpoints = [checkpoints[0].stated_by(first.weights.file)]
         _demand_same_kind_of_steps(target, checkpoints)
         if begun is None and directions is None:
-            pinned = _first_usable(checkpoints[::-1], opening, unusable).checkpoint.step
+            intended = checkpoints[-1].step
+        if begun is None or intended != pinned:
+            pinned = _last_usable(checkpoints, intended, opening, unusable)
         opening.keep(set())
         if pinned is not None and pinned not in {checkpoint.step for checkpoint in checkpoints}:
             raise CallError(
@@ -159,6 +164,7 @@ def track(
                     "source_identity": source.identity,
                     "settings": settings,
                     "reference_step": reference_step,
+                    "intended_reference": intended,
                     "recognised": recognised,
                     "skipped": skipped,
                     "left_out": found_run.left_out | {names[step]: left.why for step, left in unusable.items()},
@@ -214,12 +220,12 @@ def track(
                 break
             unusable |= newly
             if pinned is not None and pinned in newly:
-                if begun is not None or sweep.measured:
+                if sweep.measured or sweep.kept or (begun is not None and intended == pinned):
                     raise QkovError(
                         f"{target.folder} compares circuits with step {pinned}, which cannot be read any more "
                         f"({newly[pinned].why}); restore it, or give another --out"
                     )
-                pinned = _first_usable(checkpoints[::-1], opening, unusable).checkpoint.step
+                pinned = _last_usable(checkpoints, intended, opening, unusable)
                 opening.keep(set())
             describe(pinned)
         if not sweep.measured and not sweep.kept:
@@ -270,7 +276,7 @@ class _Sweep:
                             # Nothing can be measured without it.
                             break
                         continue
-                    demand_whole(missing[step], outcome)
+                    demand_whole(missing[step], outcome, self._engine.patience)
                     self._note(step, outcome.new)
                     del missing[step]
                     if self._kept_in is not None:
@@ -334,11 +340,21 @@ def _first_usable(
     raise _none_usable(checkpoints, unusable)
 
 
+def _last_usable(
+    checkpoints: list[Checkpoint], last: int | None, opening: OpenedLast, unusable: dict[int | None, LeftOut]
+) -> int | None:
+    """Return the step of the last checkpoint up to a step that can be opened; None without a step."""
+    if last is None:
+        return None
+    known = [checkpoint for checkpoint in checkpoints if checkpoint.step is not None and checkpoint.step <= last]
+    return _first_usable(known[::-1], opening, unusable).checkpoint.step
+
+
 def _none_usable(checkpoints: list[Checkpoint], unusable: dict[int | None, LeftOut]) -> QkovError:
     """Return the error that says that no checkpoint can be measured, with the reason of the first."""
     first, others = unusable[_sorted(unusable)[0]], len(checkpoints) - 1
     error = first.error()
-    if not others:
+    if others < 1:
         return error
     rest = f"the other {others} checkpoints" if others > 1 else "the other checkpoint"
     return type(error)(f"{error}; {rest} of the run cannot be measured either")

@@ -4,7 +4,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...circuits.errors import QkovError, reason
-from ...circuits.storage.atomic_write import write_atomically
+from ...circuits.storage.atomic_write import temporary_file
 from ...circuits.storage.places import LocalPlace
 from .sweep import Measurement
 
@@ -94,16 +94,12 @@ def expected_of_workers(measurements: Sequence[Measurement]) -> Iterator[Expecta
         CallError: The store cannot be written to.
     """
     store = measurements[0].store.folder
-    probe, content = store / f".probe-{secrets.token_hex(8)}.partial", secrets.token_hex(16)
+    content = secrets.token_hex(16)
     files = [measurement.checkpoint.files.weights for measurement in (measurements[0], measurements[-1])]
     local = {str(place.path.absolute()): place.size() or 0 for place in files if isinstance(place, LocalPlace)}
-    write_atomically(probe, content.encode())
-    try:
-        packages = tuple((package, version(package)) for package in _PACKAGES)
+    packages = tuple((package, version(package)) for package in _PACKAGES)
+    with temporary_file(store, "probe", content.encode()) as probe:
         yield Expectation(packages, str(store), str(probe), content, tuple(local.items()))
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
 
 
 @cache

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import QkovError
+from .locks import locked
 from .places import LocalPlace, Place
 from .remote import RemotePlace
 
@@ -170,17 +170,10 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
     try:
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
+            # Lock libraries create missing folders, but this folder must stay missing once it was deleted.
             descriptor = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
-            _lock(descriptor)
+            locked(descriptor)
         yield
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    # Lock libraries create missing folders, but this folder must stay missing once it was deleted.
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,6 +1,7 @@
 """One bad checkpoint does not stop a sweep: it is left out with the reason, and measured once it can be read."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,18 +123,28 @@ def test_bad_checkpoints_anywhere(run, tmp_path, bad):
     pd.testing.assert_frame_equal(table_of(tracked.store), undisturbed(tmp_path, rest), check_exact=True)
 
 
-def test_the_last_that_can_be_read_is_the_reference_and_stays_it(run, tmp_path):
+def test_the_last_that_can_be_read_is_the_reference_until_the_last_can(run, tmp_path):
     last = write_step(run, 60)
     (last / "part-1.safetensors").unlink()
     tracked = track(run, tmp_path / "store")
     assert tracked.store.description()["reference_step"] == 50
-    write_step(run, 60)
-    later = track(run, tmp_path / "store")
-    assert (later.measured, later.kept) == ([60], list(STEPS))
-    assert set(later.store.table()["reference"]) == {"step 50"}
-    for file in last.iterdir():
-        file.unlink()
     assert track(run, tmp_path / "store").kept == list(STEPS)
+    write_step(run, 60)
+    write_step(run, 70)
+    # As if 60 had been readable at once: the store was begun when it was the last.
+    later = track(run, tmp_path / "store")
+    assert later.measured == [*STEPS, 60, 70]
+    assert set(later.store.table()["reference"]) == {"step 60"}
+
+
+def test_a_bad_last_checkpoint_that_is_deleted_changes_nothing(run, tmp_path):
+    last = write_step(run, 60)
+    truncate(last / "part-1.safetensors")
+    track(run, tmp_path / "store")
+    shutil.rmtree(last)
+    again = track(run, tmp_path / "store")
+    assert (again.kept, again.unusable) == (list(STEPS), {})
+    assert set(again.store.table()["reference"]) == {"step 50"}
 
 
 def test_a_reference_that_fails_only_as_it_is_read(run, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from qkov.analyses.trajectories.motion import effective_ratio, motion
 from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError, open_checkpoint
 from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.circuits.reading.saved_format import save_checkpoint
+from qkov.circuits.storage.atomic_write import temporary_file
 from safetensors.torch import save_file
 
 from ..waiting import next_lines, tell
@@ -570,9 +571,16 @@ def test_what_killed_writers_left_disturbs_nobody_and_goes(tmp_path):
     for left in (old, young):
         left.write_bytes(b"PAR1")
     os.utime(old, (0, 0))
-    assert track(run, store.folder).kept == list(STEPS)
-    assert not old.exists()
-    # Another sweep may be writing this one.
+    with temporary_file(store.folder, "step-000000010.parquet", b"PAR1") as written:
+        # Of a writer on this machine it is known at once whether it lives.
+        killed = written.with_name(written.name.replace(".partial", "x.partial"))
+        killed.write_bytes(b"PAR1")
+        assert track(run, store.folder).kept == list(STEPS)
+        assert not old.exists()
+        assert not killed.exists()
+        assert written.exists()
+    assert not written.exists()
+    # Another machine may be writing this one.
     assert young.exists()
     assert len(pd.read_parquet(store.steps_folder)) == len(store.table())
 

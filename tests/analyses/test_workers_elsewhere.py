@@ -79,7 +79,7 @@ def test_workers_in_other_folders_write_into_the_caller_s_store(run, tmp_path, m
         ),
         (
             "pathlib.Path.old = pathlib.Path.read_text\n"
-            "def read_text(path, **how): return 'x' if '.probe' in path.name else pathlib.Path.old(path, **how)\n"
+            "def read_text(path, **how): return 'x' if path.name[:6] == '.probe' else pathlib.Path.old(path, **how)\n"
             "pathlib.Path.read_text = read_text; read_text.__globals__['pathlib'] = pathlib",
             "pathlib.Path.read_text = pathlib.Path.old",
             r"does not see the store .*store \(it finds another file there\); give --out a folder that all",
@@ -154,7 +154,6 @@ def test_a_build_of_the_same_version_is_the_same_version(tmp_path):
 
 @pytest.mark.parametrize("loss", ["missing", "cut short", "of another key", "fewer rows"])
 def test_a_file_that_is_not_whole_is_not_counted(run, tmp_path, monkeypatch, loss):
-    monkeypatch.setattr(engines, "PATIENCE", 0)
     real = Measurement.run
 
     def losing(measurement, opened) -> Measured:
@@ -187,5 +186,5 @@ def test_a_file_that_a_network_shows_late_is_waited_for(run, tmp_path, monkeypat
     monkeypatch.setattr(engines.time, "sleep", lambda _: None)
     measurement = object.__new__(Measurement)
     object.__setattr__(measurement, "store", RunStore(tmp_path))
-    demand_whole(measurement, Measured(True, (5, 5)))
+    demand_whole(measurement, Measured(True, (5, 5)), 10)
     assert seen == []

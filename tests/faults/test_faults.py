@@ -87,7 +87,8 @@ def test_every_operation_of_track_fails_in_turn(tmp_path, capsys):
         assert all(line.startswith("qkov: ") for line in said), (failed, said)
         steps = whole(store)
         assert status or steps == [10, 20], failed
-        assert set(library_track(run, store.folder).measured) == {10, 20} - set(steps)
+        # A step is measured again if the one before it could not be read.
+        assert set(library_track(run, store.folder).measured) >= {10, 20} - set(steps)
         pd.testing.assert_frame_equal(store.table(), expected, obj=failed)
 
 
