@@ -245,7 +245,7 @@ def test_faults_in_one_line(tmp_path, monkeypatch, name, kind, message):
     faults(tmp_path)
     with pytest.raises(QkovError, match=message) as caught:
         open_weights(tmp_path / name)
-    assert type(caught.value) is kind or (kind is CallError and isinstance(caught.value, CallError))
+    assert isinstance(caught.value, CallError) == (kind is CallError)
     assert name in one_line(caught)
     assert not (tmp_path / "was_run").exists()
 
