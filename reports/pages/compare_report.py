@@ -115,7 +115,7 @@ def _maps(table: pd.DataFrame, measure: str) -> list[Markup]:
             cell = min(0.62, 4.3 / heads), min(0.28, max(0.12, 7 / layers))
             numbered = heads <= _NUMBERED and cell[1] > 0.2
             largest = number(quantity.scale * float(rows[measure].max()), 2)
-            title = f"{f'{literal(stack)}: ' if stack else ''}{name} {quantity.label}"
+            title = f"{f'{literal(str(stack))}: ' if stack else ''}{name} {quantity.label}"
             drawn.append(
                 draw_heat_map(
                     HeatMap(

@@ -15,6 +15,7 @@ from qkov.analyses.trajectories.integrity import auditing
 from qkov.analyses.trajectories.integrity.result import sentences, summary
 from qkov.analyses.trajectories.integrity.wording import steps_in_words
 from qkov.circuits import CallError, QkovError
+from qkov.circuits.weights.content import layer_content
 from qkov.circuits.weights.layer_keys import layers_in_words
 from safetensors.torch import save_file
 
@@ -385,12 +386,11 @@ def test_at_a_distance_only_the_attention_tensors_are_sent_and_each_once(tmp_pat
 
 def test_no_more_than_one_layer_is_in_memory(tmp_path, monkeypatch):
     alive, most = weakref.WeakSet(), []
-    content = auditing.layer_content
 
     def watched(weights):
         alive.add(weights)
         most.append(len(alive))
-        return content(weights)
+        return layer_content(weights)
 
     monkeypatch.setattr(auditing, "layer_content", watched)
     audit(write(tmp_path / "run", walk(3, layers=5)))

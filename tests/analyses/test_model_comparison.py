@@ -1,6 +1,7 @@
 """The change of each head between two models: dense algebra in float64, and models that do not compare."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,12 +25,12 @@ SHAPE = {
 }
 
 
-def llama(seed: int = 0, **more):
+def llama(seed: int = 0, **more) -> Any:
     torch.manual_seed(seed)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SHAPE | more)))
 
 
-def tuned_from(model, scale: float, layers=(1, 2)):
+def tuned_from(model: Any, scale: float, layers=(1, 2)) -> Any:
     """A copy of a model with changed attention in some layers."""
     tuned = llama()
     tuned.load_state_dict(model.state_dict())
@@ -87,7 +88,7 @@ def test_a_change_of_rank_one_has_rank_one(tmp_path):
         tuned.model.layers[1].self_attn.q_proj.weight[17] += 5 * torch.randn(32)
     table = compare_models(base, tuned).table.query("circuit == 'QK'").set_index(["layer", "head"])
     assert (table["relative_change"] > 0).sum() == 1
-    row = table.loc[1, 2]
+    row: Any = table.loc[1, 2]
     assert row["change_stable_rank"] == pytest.approx(1, abs=1e-9)
     assert row["change_effective_rank"] == pytest.approx(1, abs=1e-5)
     assert row["change_top_share"] == pytest.approx(1, abs=1e-9)

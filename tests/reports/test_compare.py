@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -19,7 +20,7 @@ def write_pair(folder: Path, layers: int = 2, heads: int = 2) -> None:
         n_layer=layers, n_head=heads, n_embd=8 * heads, vocab_size=50, bos_token_id=1, eos_token_id=1
     )
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config)
+    model: Any = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(folder / "base")
     weight = model.transformer.h[-1].attn.c_attn.weight
     with torch.no_grad():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def trainer_run(folder: Path, seeds: dict[int, int], frozen: bool = False) -> Pa
     import transformers
 
     for step, seed in seeds.items():
-        model = transformers.GPT2LMHeadModel(
+        model: Any = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, bos_token_id=1, eos_token_id=1)
         )
         with torch.no_grad():
