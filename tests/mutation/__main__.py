@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Put small faults into modules, and see whether the tests notice.")
     parser.add_argument("--seconds", type=float, default=600, help="When to stop. Default: 600.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the order of the faults. Default: 0.")
-    parser.add_argument("--timeout", type=float, default=300, help="Seconds for the tests of a fault. Default: 300.")
+    parser.add_argument("--timeout", type=float, default=120, help="Seconds for the tests of a fault. Default: 120.")
     parser.add_argument("--only", default="", help="Only modules whose path contains this text.")
     arguments = parser.parse_args()
     stop = time.monotonic() + arguments.seconds
