@@ -174,7 +174,8 @@ def _other_tensors(table: dict[str, Any], prefix: str, names: set[str], against:
             rests.setdefault(match["rest"], name)
     for rest, name in sorted(rests.items()):
         facts = next((facts for shown, facts in _IN_ATTENTION.items() if re.search(shown, rest)), None)
-        if facts is None or _is_stated(table, facts, rest):
+        # Cross-attention has no positions, even where its module has tensors for them.
+        if facts is None or _is_stated(table, facts, rest) or (table.get("cross") and "positions" in facts):
             continue
         reason = f"this family's attention has no such tensor, so {_words(facts)}"
         against.add(facts, name, reason)

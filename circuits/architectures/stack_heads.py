@@ -51,7 +51,12 @@ def heads_of_stack(
         origin = "the width in the first layer"
     pruned = _pruned(config)
     if pruned and isinstance(query, int) and not table.get("cross"):
-        return StatedHeads({layer: query - pruned.get(layer, 0) for layer in layers}, width, origin=origin)
+        left = {layer: query - pruned.get(layer, 0) for layer in layers}
+        if min(left.values()) < 1:
+            raise CallError(
+                f"its pruned_heads leave no head of {query} in layer {min(left, key=lambda each: left[each])}"
+            )
+        return StatedHeads(left, width, origin=origin)
     follows = isinstance(query, int) and width is not None and origin == "the width that the config states"
     return StatedHeads(query, width, origin=origin, may_differ=follows)
 

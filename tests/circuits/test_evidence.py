@@ -215,3 +215,10 @@ def test_every_family_with_a_layer_norm_or_positions_says_by_what_they_are_shown
                 assert "norm" in evidence or key in without_bias, key
             if stack.get("positions") in ("absolute", "relative"):
                 assert "positions" in evidence or key in computed, key
+
+
+def test_an_unused_tensor_of_t5_s_cross_attention_says_nothing(tmp_path: Path) -> None:
+    config = transformers.T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=32, vocab_size=20)
+    name = "decoder__block__0__layer__1__EncDecAttention__relative_attention_bias__weight"
+    folder = altered(tmp_path, transformers.T5Model(config), **{name: torch.randn(32, 4)})
+    assert all(not weights.facts.unknown for weights in open_checkpoint(folder).layers())

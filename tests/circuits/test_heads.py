@@ -89,6 +89,9 @@ def test_the_config_lists_pruned_heads(layer: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "pruned_heads": {str(layer): [3]}}))
     with pytest.raises(QkovError, match=r"which does not fit 3 heads of width 8"):
         widths(open_checkpoint(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pruned_heads": {str(layer): [0, 1, 2, 3]}}))
+    with pytest.raises(QkovError, match=rf"pruned_heads leave no head of 4 in layer {layer}"):
+        open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "pruned_heads": 3}))
     with pytest.raises(QkovError, match=r"says pruned_heads = 3, where a list of heads for each layer is expected"):
         open_checkpoint(tmp_path)
