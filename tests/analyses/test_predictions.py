@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from qkov.analyses.attention import predictions
+from qkov.analyses.attention.models.alternatives import are_compared
 from qkov.analyses.attention.models.model import length_buckets
 from qkov.analyses.attention.models.predictions import each_prediction
 from qkov.analyses.attention.models.transformers import (
@@ -170,3 +171,10 @@ def test_predictions_some_at_a_time_are_those_of_all_and_name_examples_by_their_
     bag.context = 2
     with pytest.raises(CallError, match="example 599 has 3 tokens, and bag of words takes at most 2"):
         list(each_prediction(bag, [*examples[:-1], Example(tokens=(1, 2, 3))]))
+
+
+@pytest.mark.parametrize(("counts", "compared"), [((2, 3), True), ((2, 1), False), ((1,), False), ((0, 2), False)])
+def test_probabilities_are_compared_if_every_example_has_a_choice(counts, compared):
+    """A single continuation has nothing to be compared with."""
+    examples = [Example(tokens=(1,), continuations=((11,), (12,), (13,))[:count]) for count in counts]
+    assert are_compared(examples) is compared
