@@ -211,7 +211,8 @@ class _OwnForward:
     """A forward that was set on an object, watched; a copy of it is a copy of that forward alone."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
-        self.own, self.arounds = own, ()
+        self.own = own
+        self.arounds: tuple[Around, ...] = ()
         functools.update_wrapper(self, own, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
