@@ -51,7 +51,7 @@ def scaled_rotary(
     try:
         if not 0 < base < math.inf:
             raise ValueError(f"the base is {base}")
-        if not 0 < dims <= d_head:
+        if not 2 <= dims <= d_head:
             raise ValueError(f"{dims} of {d_head} dimensions rotate")
         if kind in _UNSCALED:
             return Rotary.of_base(dims, base, pairing)

@@ -159,11 +159,16 @@ def _positions(facts: dict[str, Any]) -> str:
         return f"positions {_POSITIONS.get(facts['positions'], 'unknown')}"
     if rotary["frequencies"] is None:
         return f"rotary positions ({rotary['pairing']}), frequencies unknown: W_QK is measured at offset 0 only"
-    slowest = 2 * math.pi / min(rotary["frequencies"])
+    shortest, longest = _wavelength(max(rotary["frequencies"])), _wavelength(min(rotary["frequencies"]))
     return (
         f"rotary positions, {rotary['dims']} dimensions in pairs ({rotary['pairing']}), "
-        f"wavelengths {2 * math.pi / max(rotary['frequencies']):.3g} to {slowest:.3g} tokens"
+        f"wavelengths {shortest:.3g} to {longest:.3g} tokens"
     )
+
+
+def _wavelength(frequency: float) -> float:
+    """Return 2 pi / frequency in tokens; a pair of dimensions that does not rotate has a frequency of 0."""
+    return 2 * math.pi / frequency if frequency else math.inf
 
 
 def _norm(layer: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from qkov.circuits import CallError, QkovError, find_checkpoints, inspect_checkp
 from qkov.circuits.architectures.config_lookups import _kind_of_layer
 from qkov.circuits.architectures.fitting import _divisors
 from qkov.circuits.weights.rope_scaling import scaled_rotary
+from qkov.reports.commands.inspection_text import inspection_lines
 from qkov.reports.commands.main import run
 from safetensors.torch import save_file
 
@@ -104,10 +105,23 @@ def test_numbers_of_a_config_that_cannot_be_used(tmp_path, config):
     refused(llama(tmp_path, **config), r"model\.safetensors|config\.json")
 
 
-@pytest.mark.parametrize("dims", [10**9, 10**18, -2, 10])
+@pytest.mark.parametrize("dims", [10**9, 10**18, -2, 0, 1, 10])
 def test_more_dimensions_than_a_head_has_do_not_rotate(dims):
     with pytest.raises(QkovError, match=f"{dims} of 8 dimensions rotate"):
         scaled_rotary(8, dims, 1e4, "halves", None)
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"rope_theta": 1e300, "head_dim": 4, "rope_scaling": {"rope_type": "linear", "factor": 1e300}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 1e308}, "rope_theta": 1e308},
+    ],
+)
+def test_dimensions_that_do_not_rotate_have_no_wavelength(tmp_path, rotary):
+    """A frequency of 0, found by the fuzzers in a mapping."""
+    lines = inspection_lines(inspect_checkpoint(open_checkpoint(llama(tmp_path, **rotary))))
+    assert any("to inf tokens" in line for line in lines), lines
 
 
 def test_more_layers_than_any_file_holds_are_one_line(tmp_path):
