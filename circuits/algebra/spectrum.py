@@ -107,7 +107,7 @@ def matrix_by_matrix(
     clean = matrices if bool(finite.all()) else matrices.masked_fill(~finite[..., None, None], 0.0)
     try:
         results = list(decompose(clean))
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
         batch, flat = clean.shape[:-2], clean.reshape(-1, *clean.shape[-2:])
         # A matrix of zeros converges, and shows the shapes of the results.
         zeros = torch.zeros_like(flat[:1])
@@ -115,7 +115,7 @@ def matrix_by_matrix(
         for position, matrix in enumerate(flat):
             try:
                 parts.append(list(decompose(matrix[None])))
-            except torch.linalg.LinAlgError:
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
                 converged[position] = False
                 parts.append(list(decompose(zeros)))
         results = [

@@ -123,9 +123,9 @@ class FileFaults:
 
 def _faulty_file(faults: FileFaults) -> type[io.FileIO]:
     class FaultyFile(io.FileIO):
-        def read(self, size: int = -1) -> Any:
+        def read(self, size: int | None = -1, /) -> Any:
             faults.note("read", self.name)
-            return super().read(size)
+            return super().read(-1 if size is None else size)
 
         def readall(self) -> Any:
             faults.note("read", self.name)

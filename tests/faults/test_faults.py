@@ -39,7 +39,7 @@ def write_run(folder: Path) -> None:
         save_checkpoint(folder, step, [AttentionWeights(0, *drawn)], {"loss": 1 / step}, {"seed": 0})
 
 
-def whole(store: RunStore) -> list[int]:
+def whole(store: RunStore) -> list[int | None]:
     """Return the steps of a store of which every file is whole."""
     for path in store.folder.rglob("*.parquet"):
         assert pq.read_table(path).num_rows

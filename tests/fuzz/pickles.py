@@ -58,7 +58,10 @@ class _Wants:
         self.module, self.name, self.arguments = order.choice(_WANTED)
 
 
-class _Pickler(pickle._Pickler):  # The one in Python can be taught to write any name.
+_InPython: Any = pickle._Pickler  # type: ignore[attr-defined]
+
+
+class _Pickler(_InPython):  # The one in Python can be taught to write any name.
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Wants):
             self.write(b"c" + obj.module.encode() + b"\n" + obj.name.encode() + b"\n")
