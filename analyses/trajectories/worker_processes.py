@@ -138,7 +138,8 @@ class _Team:
                     for stream in (process.stdin, process.stdout):
                         # Closing writes what a worker that is gone will not read.
                         with suppress(OSError):
-                            stream and stream.close()
+                            if stream is not None:
+                                stream.close()
                     process.wait()
         except Exception as error:
             self._answers.put((None, error))

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from ..errors import CallError, QkovError, reason
 from ..public_addresses import public_address, without_secrets
@@ -53,32 +54,41 @@ def remote_place(address: str, hint: str = "") -> Place:
         QkovError: The driver cannot be set up.
     """
     # fsspec and its drivers are slow to import, and most checkpoints are local.
-    import fsspec
-    from fsspec.registry import known_implementations
-
     from .web import WebPlace, web_options
 
     protocol = address.split("::", 1)[0].split("://", 1)[0]
     is_web = protocol in ("http", "https")
-    shown, failure = public_address(address), None
-    try:
-        system, path = fsspec.url_to_fs(address, **(web_options() if is_web else {}))
-    except ImportError as error:
-        driver = known_implementations.get(protocol, {}).get("class", "fsspec").split(".")[0]
-        install = f"pip install {driver}" if driver != "fsspec" else str(error)
-        failure = CallError(f"{shown} needs a driver for {protocol}:// that is not installed: {install}")
-    except ValueError as error:
-        failure = CallError(
-            f"{shown} cannot be understood ({without_secrets(reason(error), address)}); "
-            f"expected a path, or an address such as s3://, hf:// or https://"
-        )
-    except Exception as error:  # drivers raise errors of their own, such as for credentials
-        failure = QkovError(f"{shown} cannot be reached ({without_secrets(reason(error), address)})")
-    if failure is not None:
-        raise failure
-    place = (WebPlace if is_web else RemotePlace)(system, path, address)
+    shown = public_address(address)
+    opened = _file_system(address, protocol, web_options() if is_web else {})
+    if isinstance(opened, QkovError):
+        raise opened
+    place = (WebPlace if is_web else RemotePlace)(*opened, address)
     refusal = refusal_of(place.name) if place.name else None
     if refusal is not None:
         raise CallError(f"the last part of {shown} {refusal}; expected the name of a file or a folder")
     place.hint = hint
     return place
+
+
+def _file_system(address: str, protocol: str, options: dict[str, Any]) -> tuple[Any, str] | QkovError:
+    """Return the file system of an address and the path in it, or why there is none.
+
+    The error is returned rather than raised here, so that it does not carry the driver's error, which may hold secrets.
+    """
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    shown = public_address(address)
+    try:
+        return fsspec.url_to_fs(address, **options)
+    except ImportError as error:
+        driver = known_implementations.get(protocol, {}).get("class", "fsspec").split(".")[0]
+        install = f"pip install {driver}" if driver != "fsspec" else str(error)
+        return CallError(f"{shown} needs a driver for {protocol}:// that is not installed: {install}")
+    except ValueError as error:
+        return CallError(
+            f"{shown} cannot be understood ({without_secrets(reason(error), address)}); "
+            f"expected a path, or an address such as s3://, hf:// or https://"
+        )
+    except Exception as error:  # drivers raise errors of their own, such as for credentials
+        return QkovError(f"{shown} cannot be reached ({without_secrets(reason(error), address)})")

@@ -120,7 +120,7 @@ class WatchedBatch:
             self.sums[layer_map.key] = _of_rows(layer_map, self.settings.names)
             return
         attention = layer_map.attention.detach()
-        if torch._C._functorch.is_batchedtensor(attention):
+        if torch._C._functorch.is_batchedtensor(attention):  # pyright: ignore[reportAttributeAccessIssue]
             raise CallError(
                 f"{self.source.name} is called inside torch.func.vmap, where the values of a map cannot be read; call "
                 f"it outside"

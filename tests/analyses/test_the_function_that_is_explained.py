@@ -108,8 +108,8 @@ def test_embeddings_that_are_scaled_for_ids_only_are_those_of_the_explained_func
 
 
 class ScaledForIds(transformers.BertForSequenceClassification):
-    def forward(self, input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
-        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        output: Any = super().forward(*inputs, **options)
         calls = self.__dict__.setdefault("calls", [])
         calls.append(1)
         output.logits = output.logits * len(calls)
@@ -233,7 +233,8 @@ def test_evidence_is_counted_in_what_the_space_character_separates(tmp_path, end
     evidence = {"start_token": 5, "end_token": 7, "text": "rash went"}
     task = eraser(layout(tmp_path, document, evidence), "test")
     (example,) = task.examples
-    ((*spans,),) = example.relevant
+    relevant: Any = example.relevant
+    (spans,) = relevant
     assert [example.text[start:end] for start, end in spans] == ["rash", "went"]
 
 

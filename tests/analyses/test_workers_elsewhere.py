@@ -183,7 +183,7 @@ def test_a_file_that_is_not_whole_is_not_counted(run, tmp_path, monkeypatch, los
 def test_a_file_that_a_network_shows_late_is_waited_for(run, tmp_path, monkeypatch):
     seen = [(None, None), (None, None), (5, 5)]
     monkeypatch.setattr(Measurement, "rows_in_store", lambda _: seen.pop(0))
-    monkeypatch.setattr(engines.time, "sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     measurement = object.__new__(Measurement)
     object.__setattr__(measurement, "store", RunStore(tmp_path))
     demand_whole(measurement, Measured(True, (5, 5)), 10)

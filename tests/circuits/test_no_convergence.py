@@ -8,6 +8,7 @@ from qkov.circuits import AttentionWeights, Circuit, measure
 from qkov.circuits.algebra.spectrum import matrix_by_matrix, matrix_singular_values, matrix_svd
 from qkov.circuits.reading.saved_format import save_checkpoint
 
+LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 DECOMPOSITIONS = ("svd", "svdvals", "eigvals", "eigvalsh")
 
 
@@ -16,7 +17,7 @@ def refusing_large(real):
 
     def decompose(matrices, *arguments, **options):
         if (matrices.abs().amax((-2, -1)) > 1e3).any():
-            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+            raise LinAlgError("the algorithm failed to converge")
         return real(matrices, *arguments, **options)
 
     return decompose
@@ -39,7 +40,7 @@ def test_only_the_matrix_without_convergence_is_missing():
 
     def decompose(some):
         if (some.abs().amax((-2, -1)) > 1e3).any():
-            raise torch.linalg.LinAlgError
+            raise LinAlgError
         return torch.linalg.svdvals(some), some.sum(-1)
 
     values, sums = matrix_by_matrix(decompose, matrices)
@@ -74,7 +75,7 @@ def test_the_quantities_of_a_head_are_missing_and_those_of_others_are_as_without
             calls.append(len(matrices))
             # The whole batch fails, and then its second matrix.
             if calls in ([3], [3, 1, 1]):
-                raise torch.linalg.LinAlgError("the algorithm failed to converge")
+                raise LinAlgError("the algorithm failed to converge")
             return real(matrices, *arguments, **options)
 
         with monkeypatch.context() as patch:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from qkov.circuits import CallError, Circuit, ReadingOptions, open_checkpoint, read_mapping
 from qkov.circuits.checkpoints import torch_file
+from qkov.circuits.checkpoints.pickles import archives
 from qkov.circuits.checkpoints.runs import Run, find_run
 
 
@@ -137,7 +138,7 @@ def test_the_file_of_a_series_is_opened_once_while_it_is_in_use(tmp_path, monkey
     torch.save({"steps": [1, 2, 3], "state_dicts": [matrices(seed) for seed in (1, 2, 3)]}, tmp_path / "m.pt")
     checkpoints = find_run(tmp_path / "m.pt").checkpoints
     opened = []
-    load = torch_file.load_archive
+    load = archives.load_archive
 
     def counted(*arguments, **keywords):
         opened.append(arguments)

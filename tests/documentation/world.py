@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -69,7 +70,7 @@ def _base_and_tuned(folder: Path) -> None:
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)
     model.save_pretrained(folder / "base")
-    attention = model.transformer.h[1].attn
+    attention: Any = model.transformer.h[1].attn
     with torch.no_grad():
         attention.c_attn.weight[:, :8] *= 1.3
         attention.c_proj.weight += 0.001 * torch.randn_like(attention.c_proj.weight)

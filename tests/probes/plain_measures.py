@@ -55,9 +55,9 @@ def plain_measures(
                     if query == read and has_relevant:
                         rows["relevant_at_readout"].append(values["relevant"])
                         rows["chance_at_readout"].append(values["chance"])
-            for name, values in rows.items():
-                if values:
-                    found[name][layer, head] = math.fsum(values) / len(values)
+            for name, measured in rows.items():
+                if measured:
+                    found[name][layer, head] = math.fsum(measured) / len(measured)
     return found
 
 

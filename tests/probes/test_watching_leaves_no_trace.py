@@ -5,7 +5,7 @@ import functools
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -195,7 +195,7 @@ def test_an_abandoned_generator_and_another_thread_s_model_leave_nothing():
     model, other = llama(), llama()
     probe = AttentionProbe(model)
 
-    def outputs() -> Iterator[Any]:
+    def outputs() -> Generator[Any, None, None]:
         with probe:
             while True:
                 yield model(IDS)
@@ -268,8 +268,8 @@ def test_torch_s_fused_path_computes_the_same_to_the_bit_and_its_maps_are_those_
 
 def test_one_fused_layer_alone_and_one_of_a_class_of_the_user_are_measured():
     class Scaled(nn.TransformerEncoderLayer):
-        def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-            return super().forward(vectors * 2)
+        def forward(self, src: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+            return super().forward(src * 2, *others, **options)
 
     for build, factor in ((nn.TransformerEncoderLayer, 1), (Scaled, 2)):
         torch.manual_seed(0)
@@ -280,8 +280,8 @@ def test_one_fused_layer_alone_and_one_of_a_class_of_the_user_are_measured():
                 assert torch.equal(layer(VECTORS), plain)
             given = VECTORS * factor
             _, wanted = layer.self_attn(given, given, given, average_attn_weights=False)
-        for (_, head), kept in probe.maps.items():
-            torch.testing.assert_close(kept[0], wanted[:, head], rtol=0, atol=1e-6)
+        for key, kept in probe.maps.items():
+            torch.testing.assert_close(kept[0], wanted[:, key[-1]], rtol=0, atol=1e-6)
 
 
 def compiled_layer(model: Any) -> None:
