@@ -108,6 +108,8 @@ def test_numbers_are_understood_as_people_write_them_or_not_at_all(text, number)
         ("step_99999999999999999999.pt", None, None),
         ("ckpt_3fa9.pt", None, None),
         ("epoch_12-31.pt", None, None),
+        ("epoch_2_of_10.pt", 2, "epoch"),
+        ("step-100-of-1000.pt", 100, "step"),
     ],
 )
 def test_a_name_states_a_step_by_a_word_for_it(name, step, unit):
@@ -124,6 +126,7 @@ def test_a_name_states_a_step_by_a_word_for_it(name, step, unit):
         ["trial_1_ckpt_10.pt", "trial_2_ckpt_20.pt"],
         ["stage1-step100.pt", "stage2-step200.pt"],
         ["step_10_rank0.pt", "step_10_rank1.pt"],
+        ["ckpt-1-of-3.pt", "ckpt-2-of-3.pt", "ckpt-3-of-3.pt"],
     ],
 )
 @pytest.mark.parametrize("values", [{}, {"iter_num": 5}])

@@ -39,6 +39,12 @@ _APART = (
     *("seed", "fold", "trial", "run", "replicate", "rep", "member", "stage", "phase", "ingredient", "task", "subject"),
     *("rank", "layer", "head", "expert", "part", "shard"),
 )
+#: The number of a part and how many parts there are; an epoch or a step may be stated with their number, too.
+_PART = re.compile(
+    "".join(rf"(?<!{word})(?<!{word}[-_=. ])" for word in ("step", "iter", "iteration", "epoch"))
+    + r"(?<!\d)(\d+)[-_ ]of[-_ ]\d+(?!\d)",
+    re.IGNORECASE,
+)
 #: What a number in front of these words counts is not steps.
 _AMOUNT = re.compile(
     r"[-_ ]?(?:tokens?|samples?|sequences?|seqs?|examples?|params?|layers?|hours?|hrs?|minutes?|mins?|days?|gb|mb)"
@@ -144,6 +150,8 @@ def _told_apart(stems: list[str]) -> str | None:
         numbers = {match[1] for stem in stems for match in re.finditer(rf"(?i)(?<![a-z]){word}s?[-_=. ]?(\d+)", stem)}
         if len(numbers) > 1:
             return f"several {word}s"
+    if len({match[1] for stem in stems for match in _PART.finditer(stem)}) > 1:
+        return "several parts"
     return None
 
 
