@@ -136,3 +136,25 @@ def test_an_offset_is_refused_if_it_is_unknown_whether_positions_rotate():
     weights = AttentionWeights(0, W_Q=draw(2, 20, 12), W_K=draw(2, 20, 12), facts=facts)
     with pytest.raises(CallError, match="whether positions rotate queries and keys in layer 0 is not known"):
         weights.qk(rotary_offset=1)
+
+
+@pytest.mark.parametrize("rotary", ROTARIES[:3], ids=str)
+def test_tables_of_sines_and_cosines_give_the_rotation_back(rotary):
+    frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    pairs = frequencies.repeat(2) if rotary.pairing == "halves" else frequencies.repeat_interleave(2)
+    angles = torch.arange(2, dtype=torch.float64)[:, None] * pairs
+    of_tables = Rotary.of_tables(angles.sin(), angles.cos())
+    assert (of_tables.dims, of_tables.pairing) == (rotary.dims, rotary.pairing)
+    assert of_tables.frequencies == pytest.approx(rotary.frequencies, rel=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3), (0, 4)], ids=str)
+def test_tables_of_other_shapes_are_refused(shape):
+    with pytest.raises(CallError, match=r"must have the same shape, at least two positions and an even number"):
+        Rotary.of_tables(torch.zeros(shape), torch.ones(shape))
+
+
+def test_tables_that_pair_in_another_way_are_refused():
+    angles = torch.tensor([[0.0] * 4, [0.1, 0.2, 0.3, 0.4]])
+    with pytest.raises(CallError, match="neither by halves nor by neighbours"):
+        Rotary.of_tables(angles.sin(), angles.cos())
