@@ -57,7 +57,9 @@ def identity(address: str) -> str:
     Args:
         address: The address as it was given.
     """
-    return hashlib.blake2b("::".join(map(_lasting, address.split("::"))).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        "::".join(map(_lasting, address.split("::"))).encode(errors="surrogateescape"), digest_size=16
+    ).hexdigest()
 
 
 def without_secrets(text: str, address: str = "") -> str:

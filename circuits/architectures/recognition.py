@@ -200,7 +200,7 @@ def _mappings(
             )
         if not prefixes:
             continue
-        first = next(iter(mapping_under(prefixes[0], table).layers(names).values()))
+        first = next(iter(mapping_under(prefixes[0], table, title=architecture.title).layers(names).values()))
         role = next(role for role in first if role in TARGETS)
         form = other_form(names, first[role][0])
         if form is not None:
@@ -212,8 +212,9 @@ def _mappings(
         is_whole = file.partial is None and not requested
         against = contradictions(table, prefixes[0], names, config, architecture.own_keys, is_whole)
         table |= dict.fromkeys(against.unknown, UNKNOWN)
-        layers = mapping_under(prefixes[0], table, title=architecture.title).layers(names)
-        stated = _stated_heads(stack, table, config, heads, mapping_under(prefixes[0], table), layers, file)
+        plain = mapping_under(prefixes[0], table, title=architecture.title)
+        layers = plain.layers(names)
+        stated = _stated_heads(stack, table, config, heads, plain, layers, file)
         if stated.query is None and stated.d_head is None and needs_heads(table):
             raise QkovError(
                 f"{file.address} is {architecture.title}, and nothing states its number of heads: give --heads, "

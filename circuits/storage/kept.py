@@ -79,7 +79,8 @@ class KeptPlace(Place):
 
     def size(self) -> int | None:
         """Return the file's size in bytes, or None if it is not stated."""
-        return self.place.size()
+        # The request for the sign, which is needed for everything that is kept, brings the size along.
+        return self.place.size() if self._sign else None
 
     def stamp(self) -> str:
         """Return a hash that changes when the file does."""

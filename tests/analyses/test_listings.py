@@ -73,7 +73,8 @@ def test_a_remote_run_is_listed_once(run, tmp_path, workers):
     folders = ["/run/", *(f"/run/checkpoint-{step}/" for step in STEPS)]
     assert {path: count for path, count in requests.items() if path.endswith("/")} == dict.fromkeys(folders, 1)
     # 89 with one worker and 117 with two when every opening looked for the files again.
-    assert requests.total() <= (52 if workers == 1 else 64)
+    # The first and the last checkpoint are opened once more, since a sweep begins with those that can be read.
+    assert requests.total() <= (55 if workers == 1 else 67)
 
 
 def test_the_files_of_a_named_checkpoint_are_found_once(run, questions):

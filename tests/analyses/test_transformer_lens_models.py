@@ -150,7 +150,8 @@ def test_models_in_both_directions_and_what_is_no_model_are_refused(tmp_path):
 def test_sequences_longer_than_the_context_and_hooks_that_do_not_fire_are_refused(hooked, monkeypatch):
     with pytest.raises(CallError, match="takes at most 32 tokens, got 33"):
         hooked.logits(torch.full((1, 33), 9), torch.ones(1, 33, dtype=torch.bool))
-    monkeypatch.setattr(type(hooked._model.blocks[0].attn.hook_pattern), "__call__", lambda _point, value: value)
+    for block in hooked._model.blocks:
+        monkeypatch.setitem(vars(block.attn), "hook_pattern", lambda value: value)
     with pytest.raises(QkovError, match=r"one attention map from each of the 2 layers of .* in order, got none"):
         hooked.logits(*batch(), maps=lambda _layer, _given: None)
     with pytest.raises(CallError, match=r"gives no attention maps \[batch, head, query, key\]"):

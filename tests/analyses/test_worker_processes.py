@@ -20,10 +20,19 @@ from ..waiting import next_lines, until_ended
 
 #: More than the pipe to a worker holds.
 LARGE = "#" * 2**22
+EARLIER: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def earlier_children() -> Iterator[set[psutil.Process]]:
+    """What other tests of this process have started is not looked at."""
+    EARLIER.update(psutil.Process().children())
+    yield EARLIER
+    EARLIER.clear()
 
 
 def own_children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    return [child for child in psutil.Process().children() if child not in EARLIER]
 
 
 def test_every_job_is_done_once_by_as_many_processes():

@@ -88,6 +88,7 @@ def test_track_inspect_and_report(tmp_path, capsys, monkeypatch):
         "report": "qkov-run/report.html",
         "measured": [0, 5, 50],
         "kept": [],
+        "left_out": {},
     }
     assert "Circuits over training" in Path(first["report"]).read_text()
     assert run(["track", "run"]) == 0
