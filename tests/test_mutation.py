@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def f(x: "1 + 1", y=2) -> int:
     if x < y and not x == 5:
         raise ValueError(f"{x + 1}")
-    return x * -y, zip(x, y, strict=True)
+    return x * -y if x.device.type != "cpu" else y, zip(x, y, strict=True)
 '''
 
 

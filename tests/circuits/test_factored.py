@@ -170,3 +170,14 @@ def test_import_is_light() -> None:
     code = "import sys, qkov.circuits; print(*({'transformers', 'transformer_lens', 'matplotlib'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == ""
+
+
+@pytest.mark.parametrize("rank", [5, 3])
+def test_a_difference_broadcasts_over_batches(rank: int) -> None:
+    many = Circuit(random(2, 30, 5).double(), random(2, 5, 25, seed=1).double())
+    one = Circuit(random(30, rank, seed=2).double(), random(rank, 25, seed=3).double())
+    for first, second in ((many, one), (one, many)):
+        wanted = first.left @ first.right - second.left @ second.right
+        difference = first - second
+        torch.testing.assert_close(difference.left @ difference.right, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(difference.frobenius_norm(), torch.linalg.matrix_norm(wanted))

@@ -171,3 +171,11 @@ def test_a_joined_bias_belongs_to_queries_keys_and_values_that_are_stored_apart(
     for part, role in enumerate("QKV"):
         wanted = tensors["b_QKV"][part * D_MODEL : (part + 1) * D_MODEL].reshape(HEADS, D_HEAD)
         assert torch.equal(layer[f"b_{role}"], wanted)
+
+
+def test_one_head_may_stand_in_a_dimension_of_its_own():
+    tensor = torch.randn(D_HEAD, D_MODEL, generator=torch.Generator().manual_seed(0))
+    for stored in (tensor, tensor[None]):
+        assert torch.equal(arrange("Q", stored, "d_head d_model", None, "w", "a test")["Q"], tensor.mT[None])
+    with pytest.raises(QkovError, match=r"w has shape \(2, 4, 12\)"):
+        arrange("Q", tensor.expand(2, -1, -1), "d_head d_model", None, "w", "a test")

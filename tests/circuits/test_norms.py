@@ -73,3 +73,12 @@ def test_a_small_mean_is_told_from_rounding_in_float32(d_model):
     centred = W - W.mean(dim=1, keepdim=True)
     assert is_centred(centred.float(), dim=1)
     assert not is_centred((centred + 1e-4).float(), dim=1)
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**20])
+def test_whether_weights_are_centred_does_not_depend_on_their_size(size):
+    torch.manual_seed(0)
+    W = torch.randn(2, 64, 8, dtype=torch.float64)
+    centred = W - W.mean(dim=1, keepdim=True)
+    assert is_centred((centred * size).float(), dim=1)
+    assert not is_centred(((centred + 1e-4) * size).float(), dim=1)

@@ -165,3 +165,13 @@ def test_a_reference_of_another_shape_is_refused() -> None:
     for reference in (Circuit(random(5, 4)), Circuit(random(3, 4, 5)), Circuit(random(3, 2, 4, 5))):
         with pytest.raises(CallError, match=r"reference.*\[2, 4, 5\]"):
             measure(circuit, reference)
+
+
+def test_circuits_of_rank_one_are_measured_from_their_two_vectors() -> None:
+    left, right = random(3, 9, 1).double(), random(3, 1, 7, seed=1).double()
+    values = measure(Circuit(left, right))
+    norm = torch.linalg.vector_norm(left, dim=(-2, -1)) * torch.linalg.vector_norm(right, dim=(-2, -1))
+    torch.testing.assert_close(values["frobenius_norm"], norm)
+    torch.testing.assert_close(values["spectral_norm"], norm)
+    for name in ("stable_rank", "effective_rank"):
+        torch.testing.assert_close(values[name], torch.ones(3, dtype=torch.float64))
