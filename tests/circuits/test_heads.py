@@ -297,9 +297,11 @@ def test_a_tensor_for_each_head(tmp_path: Path) -> None:
             torch.testing.assert_close(weights.qk().dense()[head].double(), key.T @ query, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(weights.ov().dense()[head].double(), output @ value, rtol=1e-5, atol=1e-5)
     linear = parse_mapping({**table, "layout": "linear"}, "the mapping")
-    odd = state | {"blocks.0.sa.heads.2.query.weight": torch.randn(6, 32)}
-    with pytest.raises(QkovError, match=r"heads\.0\.query.* shape \(8, 32\) and .*heads\.2\.query.* shape \(6, 32\)"):
-        list(open_checkpoint(saved(tmp_path, odd, None), linear).layers())
+    for head in (1, 2):
+        odd = state | {f"blocks.0.sa.heads.{head}.query.weight": torch.randn(6, 32)}
+        refusal = rf"heads\.0\.query.* shape \(8, 32\) and .*heads\.{head}\.query.* shape \(6, 32\)"
+        with pytest.raises(QkovError, match=refusal):
+            list(open_checkpoint(saved(tmp_path, odd, None), linear).layers())
     del state["blocks.0.sa.heads.1.key.weight"]
     with pytest.raises(QkovError, match=r"numbered 0, 2, 3, so head 1 is missing"):
         open_checkpoint(saved(tmp_path, state, None), linear)
