@@ -234,3 +234,17 @@ def test_collapsed_circuits_and_other_shapes_are_refused():
         measure_step(circuit, Circuit(A @ B), circuit)
     with pytest.raises(CallError, match=r"the gradients must have the factors' shapes: left is \[2, 12, 4\], got"):
         measure_step(circuit, Circuit(A[:, 1:], B), circuit)
+
+
+def test_a_factor_without_gradient_takes_no_part_in_the_exact_step():
+    """E = A G_B + G_A B, of which one term is zero."""
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    circuit = Circuit(A, B)
+    for of_left, of_right, wanted in (
+        (torch.zeros_like(G_A), G_B, A @ G_B),
+        (G_A, torch.zeros_like(G_B), G_A @ B),
+    ):
+        exact = exact_step_of(circuit, Circuit(of_left, of_right))
+        torch.testing.assert_close(exact.dense(), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(exact.frobenius_norm(), torch.linalg.matrix_norm(wanted))
