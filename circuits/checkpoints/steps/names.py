@@ -26,6 +26,11 @@ class _Word:
     unit: Unit = "step"
     firm: bool = True
 
+    @property
+    def counts(self) -> bool:
+        """Whether the word says what its number counts, unlike a word that only names the file."""
+        return self.firm or self.unit == "epoch"
+
 
 #: The most reliable first.
 _WORDS = (
@@ -39,12 +44,8 @@ _APART = (
     *("seed", "fold", "trial", "run", "replicate", "rep", "member", "stage", "phase", "ingredient", "task", "subject"),
     *("rank", "layer", "head", "expert", "part", "shard"),
 )
-#: The number of a part and how many parts there are; an epoch or a step may be stated with their number, too.
-_PART = re.compile(
-    "".join(rf"(?<!{word})(?<!{word}[-_=. ])" for word in ("step", "iter", "iteration", "epoch"))
-    + r"(?<!\d)(\d+)[-_ ]of[-_ ]\d+(?!\d)",
-    re.IGNORECASE,
-)
+#: The number of a part and how many parts there are.
+_PART = re.compile(r"(?<!\d)(\d+)[-_ ]of[-_ ]\d+(?!\d)", re.IGNORECASE)
 #: What a number in front of these words counts is not steps.
 _AMOUNT = re.compile(
     r"[-_ ]?(?:tokens?|samples?|sequences?|seqs?|examples?|params?|layers?|hours?|hrs?|minutes?|mins?|days?|gb|mb)"
@@ -102,7 +103,7 @@ def steps_in(names: Sequence[str]) -> NamedSteps:
     word, numbers = max(by_word, key=lambda of_word: sum(map(bool, of_word[1])))
     stating = [stem for stem, of_name in zip(stems, numbers, strict=True) if of_name]
     none: list[Step | None] = [None] * len(names)
-    apart = _told_apart(stating or stems)
+    apart = _told_apart(stating or stems) or (None if stating and word.counts else _parts(stems))
     if apart is not None:
         return NamedSteps(none, f"the names tell {apart} apart", several=True)
     if not stating:
@@ -150,9 +151,12 @@ def _told_apart(stems: list[str]) -> str | None:
         numbers = {match[1] for stem in stems for match in re.finditer(rf"(?i)(?<![a-z]){word}s?[-_=. ]?(\d+)", stem)}
         if len(numbers) > 1:
             return f"several {word}s"
-    if len({match[1] for stem in stems for match in _PART.finditer(stem)}) > 1:
-        return "several parts"
     return None
+
+
+def _parts(stems: list[str]) -> str | None:
+    """Return in words that the names tell parts apart; 7 of 100 may also be what a word for a step counts."""
+    return "several parts" if len({match[1] for stem in stems for match in _PART.finditer(stem)}) > 1 else None
 
 
 def _padded(stems: list[str]) -> list[Step | None]:
