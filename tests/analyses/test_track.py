@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_the_store_reads_as_it_is_elsewhere(tmp_path):
     assert list(by_pandas.columns) == list(expected.columns)
     description = json.loads((tmp_path / "store" / "run.json").read_text())
     assert [checkpoint["step"] for checkpoint in description["checkpoints"]] == list(STEPS)
-    assert description["versions"]["torch"] == torch.__version__
+    assert description["versions"]["torch"] == metadata.version("torch")
 
 
 def test_a_second_call_measures_only_what_is_new(tmp_path):
