@@ -178,12 +178,8 @@ class RunStore:
             path: The path of the file.
             key: The key that `write` stored with it.
         """
-        if not self.is_done(path, key):
-            return None
-        try:
-            return pq.read_metadata(path).num_rows
-        except Exception:  # A file that pyarrow cannot read, for whatever reason, is measured again.
-            return None
+        footer = _footer(path) if path.is_file() else None
+        return footer.num_rows if footer is not None and _key_in(footer) == key else None
 
     def write(self, step: int | None, key: str, rows: list[dict[str, Any]]) -> None:
         """Write the rows of a step.
@@ -306,11 +302,19 @@ class RunStore:
 
 def _key_of(path: Path) -> str | None:
     """Return what a file says it was made from; None if it cannot be read."""
+    footer = _footer(path)
+    return None if footer is None else _key_in(footer)
+
+
+def _footer(path: Path) -> pq.FileMetaData | None:
     try:
-        metadata = pq.read_schema(path).metadata or {}
-        return metadata.get(_KEY, b"").decode()
+        return pq.read_metadata(path)
     except Exception:  # A file that pyarrow cannot read, for whatever reason, is measured again.
         return None
+
+
+def _key_in(footer: pq.FileMetaData) -> str:
+    return (footer.metadata or {}).get(_KEY, b"").decode(errors="replace")
 
 
 def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
