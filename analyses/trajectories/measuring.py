@@ -60,7 +60,6 @@ def checkpoint_rows(
         "source": visible(source),
         "step": current.checkpoint.step,
         "stated_step": current.stated_step,
-        "basis": view.basis,
         "score_scale": False,
         "previous_step": None if before is None else before.checkpoint.step,
         "reference": _reference_name(reference, directions),
@@ -146,15 +145,9 @@ def _layer_rows(
     at_offsets = _norms_at_offsets(weights, view)
     for name, circuit in circuits.items():
         finite = _finite(circuit)
-        rotary = name == "QK" and weights.facts.rotary is not None
         for head in range(circuit.shape[0]):
             yield {
-                "stack": weights.stack,
-                "layer": weights.layer,
-                "head": head,
-                "key_value_head": head // weights.group_size,
-                "circuit": name,
-                "rotary_offset": view.rotary_offset if rotary else None,
+                **view.head_identity(weights, name, head),
                 "qk_norm": weights.query_norm is not None or weights.key_norm is not None,
                 "rows": circuit.shape[-2],
                 "columns": circuit.shape[-1],

@@ -92,6 +92,25 @@ class View:
         """Return the circuits of a layer that is in the basis already."""
         return weights.circuits(self.basis, self.offset(weights))
 
+    def head_identity(self, weights: AttentionWeights, circuit: str, head: int) -> dict[str, str | int | None]:
+        """Return the columns that state which circuit of which head a row measures, and how.
+
+        Args:
+            weights: The layer.
+            circuit: QK or OV.
+            head: The number of the head.
+        """
+        rotary = circuit == "QK" and weights.facts.rotary is not None
+        return {
+            "stack": weights.stack,
+            "layer": weights.layer,
+            "head": head,
+            "key_value_head": head // weights.group_size,
+            "circuit": circuit,
+            "basis": self.basis,
+            "rotary_offset": self.rotary_offset if rotary else None,
+        }
+
     def demand_possible(self, opened: AttentionSource, address: str) -> None:
         """Refuse a basis or an offset that a source does not have; only as many layers are read as decide this.
 

@@ -149,15 +149,8 @@ def _rows(
         "change_top_share": top_share,
     }
     listed = {quantity: each.tolist() for quantity, each in values.items()}
-    rotary = name == "QK" and weights.facts.rotary is not None
     for head in range(before.shape[0]):
         yield {
-            "stack": weights.stack,
-            "layer": weights.layer,
-            "head": head,
-            "key_value_head": head // weights.group_size,
-            "circuit": name,
-            "basis": view.basis,
-            "rotary_offset": view.rotary_offset if rotary else None,
+            **view.head_identity(weights, name, head),
             **{quantity: each[head] for quantity, each in listed.items()},
         }
