@@ -16,17 +16,18 @@ def effective_state(model: nn.Module) -> dict[str, Tensor]:
     Args:
         model: The model.
     """
-    tensors = dict(model.state_dict())
+    parts: list[str] = []
+    computed: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if not parametrize.is_parametrized(module):
             continue
         at = f"{path}." if path else ""
         parametrisations: Any = module.parametrizations
         for name, of_weight in parametrisations.items():
-            parts = f"{at}parametrizations.{name}."
-            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(parts)}
-            tensors[f"{at}{name}"] = _computed(module, name, of_weight)
-    return tensors
+            parts.append(f"{at}parametrizations.{name}.")
+            computed[f"{at}{name}"] = _computed(module, name, of_weight)
+    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tuple(parts))}
+    return kept | computed
 
 
 def _computed(module: nn.Module, name: str, of_weight: nn.Module) -> Tensor:

@@ -79,8 +79,9 @@ class KeptPlace(Place):
 
     def size(self) -> int | None:
         """Return the file's size in bytes, or None if it is not stated."""
-        # The request for the sign, which is needed for everything that is kept, brings the size along.
-        return self.place.size() if self._sign else None
+        # Everything that is kept needs the sign, and the request for it brings the size along.
+        _ = self._sign
+        return self.place.size()
 
     def stamp(self) -> str:
         """Return a hash that changes when the file does."""
