@@ -24,10 +24,10 @@ EARLIER: set[psutil.Process] = set()
 
 
 @pytest.fixture(autouse=True)
-def earlier_children() -> Iterator[set[psutil.Process]]:
+def earlier_children() -> Iterator[None]:
     """What other tests of this process have started is not looked at."""
     EARLIER.update(psutil.Process().children())
-    yield EARLIER
+    yield
     EARLIER.clear()
 
 

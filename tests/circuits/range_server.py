@@ -1,13 +1,14 @@
 """A web server on this machine that serves byte ranges of a folder and counts what it sends."""
 
 import re
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+
+from .local_server import running
 
 
 class Traffic:
@@ -99,11 +100,5 @@ def serving(folder: Path) -> Iterator[tuple[str, Traffic]]:
     """Serve a folder; give its address and its traffic."""
     traffic = Traffic()
     server = _Server(("127.0.0.1", 0), partial(_Handler, directory=str(folder), traffic=traffic))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", traffic
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with running(server) as address:
+        yield address, traffic

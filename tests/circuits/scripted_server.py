@@ -1,6 +1,5 @@
 """A web server on this machine that answers as a test says, and a clock that no test waits for."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,6 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from qkov.circuits.storage import web_requests
+
+from .local_server import running
 
 
 @dataclass
@@ -64,14 +65,8 @@ def answering(answer: Callable[[Request], Answer]) -> Iterator[tuple[str, list[R
             """Say nothing of clients that hang up."""
 
     server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with running(server) as address:
+        yield address, requests
 
 
 def without_waiting(monkeypatch: Any) -> list[float]:
