@@ -58,7 +58,8 @@ class AttentionProbe:
     Several probes and the user's own hooks can be used together; a probe sees a map as all of the user's hooks have
     left it. In training mode, models of transformers give maps after dropout, which are the maps that the model used;
     those of torch.nn.MultiheadAttention are maps before dropout. The table and the card say which. A call counts once
-    it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model.
+    it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model, but
+    for the encoder that `generate` calls apart, which is a call of its own with examples of its own.
 
     With cached keys, as in `generate`, queries are the last positions, and rollout is left out (NaN). It is also left
     out for an encoder and a decoder, whose maps form three stacks; the masks given here are then those of the encoder's
@@ -125,6 +126,7 @@ class AttentionProbe:
         self._ends: list[Callable[[], None]] = []
         self._batch: WatchedBatch | None = None
         self._held: AbstractContextManager[None] | None = None
+        self._is_apart = False
         self.reset()
 
     @property
@@ -167,6 +169,12 @@ class AttentionProbe:
                 self._ends.append(end)
             watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
             self._ends.append(watch_forward(self._model, watcher))
+            part = self._source.called_apart()
+            if part is not None:
+                apart = ForwardWatcher(
+                    self._begin_apart, lambda _arguments, _output: self._end_apart(), self._abandon_apart
+                )
+                self._ends.append(watch_forward(part, apart))
         except BaseException:
             self._stop()
             raise
@@ -295,8 +303,22 @@ class AttentionProbe:
         self._sums = sums
         self._abandon()
 
+    def _begin_apart(self, arguments: dict[str, Any]) -> None:
+        # Inside a call of the model, the part belongs to that call.
+        if self._batch is None:
+            self._begin(arguments)
+            self._is_apart = True
+
+    def _end_apart(self) -> None:
+        if self._is_apart:
+            self._end()
+
+    def _abandon_apart(self) -> None:
+        if self._is_apart:
+            self._abandon()
+
     def _abandon(self) -> None:
-        self._batch = None
+        self._batch, self._is_apart = None, False
         if self._held is not None:
             self._held.__exit__(None, None, None)
             self._held = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....circuits.weights.layer_keys import LayerKey
 from ...dynamics.sequences import Sequences
@@ -102,6 +102,10 @@ class MapSource(ABC):
         Raises:
             CallError: The attention is fused; the message says how to change that.
         """
+
+    def called_apart(self) -> nn.Module | None:
+        """Return the part that a library calls by itself before it calls the model; None if there is none."""
+        return None
 
     def during(self) -> AbstractContextManager[None]:
         """Prepare for a call of the model, and return the context in which the model has to run."""

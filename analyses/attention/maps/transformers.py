@@ -77,6 +77,7 @@ class TransformersMaps(MapSource):
         self._stacks = _stacks(modules, self.name)
         self.keys = tuple((stack, layer) for stack, members in self._stacks.items() for layer in _layers(members))
         self._calls: dict[str, int] = {}
+        self._encoder = _encoder(model, self._stacks.get("encoder", []))
 
     @classmethod
     def of(cls, model: nn.Module) -> "TransformersMaps | None":
@@ -90,6 +91,10 @@ class TransformersMaps(MapSource):
             kind = module.implementation
             if is_fused(kind):
                 raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {REMEDY}")
+
+    def called_apart(self) -> nn.Module | None:
+        """Return the encoder beside a decoder, which `generate` calls once, before the first call of the model."""
+        return self._encoder
 
     def during(self) -> AbstractContextManager[None]:
         """Count the calls of shared modules from the first layer."""
@@ -259,6 +264,15 @@ def _stacks(modules: list[_MapModule], name: str) -> dict[str, list[_MapModule]]
         stack = f"{side} cross".strip() if module.cross else side
         stacks.setdefault(stack, []).append(module)
     return stacks
+
+
+def _encoder(model: nn.Module, modules: list[_MapModule]) -> nn.Module | None:
+    """Return the encoder of a model if its attention modules are those of the stack "encoder"."""
+    encoder: Any = model.get_encoder() if modules and hasattr(model, "get_encoder") else None  # pyright: ignore[reportCallIssue]
+    if not isinstance(encoder, nn.Module) or encoder is model:
+        return None
+    inside = set(encoder.modules())
+    return encoder if all(module.module in inside for module in modules) else None
 
 
 def _before_number(path: str) -> str:
