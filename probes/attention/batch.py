@@ -12,7 +12,7 @@ from ...analyses.attention.maps.source import LayerMap, LayerRows, MapSource
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.algebra.products import upcast
 from ...circuits.errors import CallError
-from ...circuits.weights.layer_keys import LayerKey, layer_name
+from ...circuits.weights.layer_keys import LayerKey
 from ..maps.masks import Sides, TokenMasks
 from ..maps.selection import HeadKey
 from .measures import QueryMeasures, row_measures
@@ -110,7 +110,7 @@ class WatchedBatch:
         Raises:
             CallError: The layer has already been measured in this call, or the masks do not fit its map.
         """
-        name = layer_name(*layer_map.key)
+        name = self.source.layer_name(layer_map.key)
         if layer_map.key in self.sums:
             raise CallError(
                 f"{name} of {self.source.name} gave two maps in one call of the model; put the probe on the part that "
@@ -181,8 +181,8 @@ class WatchedBatch:
         for head in heads:
             if head >= attention.shape[1]:
                 raise CallError(
-                    f"the map of head {head} was asked for; {layer_name(*key)} of {self.source.name} has heads 0 to "
-                    f"{attention.shape[1] - 1}"
+                    f"the map of head {head} was asked for; {self.source.layer_name(key)} of {self.source.name} has "
+                    f"heads 0 to {attention.shape[1] - 1}"
                 )
             self.maps[*key, head] = attention[:, head].cpu().clone()
 

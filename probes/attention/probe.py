@@ -1,5 +1,6 @@
 """The attention of a live model, measured while it runs, in a context around a notebook's or training loop's calls."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ..maps.forward import ForwardWatcher, on_call_within, watch_forward
 from ..maps.masks import Readout, TokenMask, TokenMasks
 from ..maps.selection import HeadKey, selected_heads
 from .batch import BatchSettings, ExampleValues, HeadSums, WatchedBatch
+from .hook_list import Hook, HookList
 from .tables import example_table, head_rows, head_table
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ class AttentionProbe:
     | `rollout` | | mass of (A_L ... A_1) on the relevant tokens at the readout position, in `examples()` |
 
     `relevant_at_readout` and `chance_at_readout` are taken at one query of each example and averaged over examples.
+
+    `fwd_hooks` gives the same probe as TransformerLens' hooks, in place of the context:
+
+        model.run_with_hooks(tokens, fwd_hooks=[*probe.fwd_hooks, ("blocks.0.attn.hook_z", ablate_head)])
 
     A probe works on models with TransformerLens' hook points (HookedTransformer, TransformerBridge), on models of
     transformers with eager attention, on torch.nn.MultiheadAttention alone or in a model, and on this project's
@@ -127,6 +133,7 @@ class AttentionProbe:
         self._batch: WatchedBatch | None = None
         self._held: AbstractContextManager[None] | None = None
         self._is_apart = False
+        self._hooks: weakref.ref[HookList] | None = None
         self.reset()
 
     @property
@@ -186,18 +193,51 @@ class AttentionProbe:
         """Stop watching, and leave the model as it was."""
         self._stop()
 
-    def table(self) -> pd.DataFrame:
-        """Return a row for each head: stack (if there are several), layer, head, queries, measures, finite, mode.
+    @property
+    def fwd_hooks(self) -> list[Hook]:
+        """The probe as hooks of TransformerLens: pairs of the name of a hook point, one for each layer, and a function.
 
-        `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. Measures are means
-        over `queries` queries; NaN if there was nothing to average, as for `relevant` where no example has a relevant
-        token. Where `finite` is false, the head's maps had values that are not finite, and so have its means.
+            model.run_with_hooks(tokens, fwd_hooks=[*probe.fwd_hooks, *my_hooks])
+            with model.hooks(fwd_hooks=probe.fwd_hooks):
+                model(tokens, attention_mask=attention_mask)
+
+        TransformerLens calls the hooks of one hook point in the order of the list. The order of these hooks and your
+        own makes no difference: a map is read when it leaves its hook point, after every hook there, and is therefore
+        the map that the layer attends with, also where your hook comes after the probe's in the list. What your hooks
+        change at earlier points (an ablated head, a patched residual stream) is in the maps of the layers after it.
+
+        The calls that count are those in which TransformerLens runs these hooks, in any of its ways, and the layers
+        are those whose hooks are in the list; `reset_hooks` takes them away like any others. Inside `with probe:` all
+        calls count, and these hooks add nothing. The model is watched for as long as the hooks exist.
+
+        Raises:
+            CallError: The model has no hook points of TransformerLens.
+        """
+        if not self._source.hook_points:
+            raise CallError(
+                f"{self._source.name} has no hook points of TransformerLens; use the probe as a context: `with probe:`"
+            )
+        hooks = None if self._hooks is None else self._hooks()
+        if hooks is None:
+            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
+            hooks = HookList(self._model, self._source, watcher, self._take, lambda: bool(self._ends))
+            self._hooks = weakref.ref(hooks)
+        return hooks.hooks()
+
+    def table(self) -> pd.DataFrame:
+        """Return a row for each head: stack (if there are several), layer, head, queries, measures, finite, mode, hook.
+
+        `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. `hook` is there in
+        models with TransformerLens' hooks, and is the name of the hook point that the layer's map passes. Measures are
+        means over `queries` queries; NaN if there was nothing to average, as for `relevant` where no example has a
+        relevant token. Where `finite` is false, the head's maps had values that are not finite, and so have its means.
 
         Raises:
             CallError: The model has not been called.
         """
         self._demand_calls()
-        return head_table({key: self._sums[key] for key in self._source.keys if key in self._sums}, self._modes)
+        sums = {key: self._sums[key] for key in self._source.keys if key in self._sums}
+        return head_table(sums, self._modes, self._source.hook_points)
 
     def examples(self, *, by_head: bool = False) -> pd.DataFrame:
         """Return a row for each example, in the order in which they came.

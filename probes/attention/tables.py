@@ -26,13 +26,16 @@ COLUMNS = (
 
 
 def head_table(
-    sums: Mapping[LayerKey, Mapping[str, HeadSums]], modes: Mapping[LayerKey, Sequence[str]]
+    sums: Mapping[LayerKey, Mapping[str, HeadSums]],
+    modes: Mapping[LayerKey, Sequence[str]],
+    hook_points: Mapping[LayerKey, str],
 ) -> pd.DataFrame:
-    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite, mode.
+    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite, mode, hook.
 
     Args:
         sums: The sums by layer and measure; `queries` holds the number of queries.
         modes: The modes that each layer ran in; without any other than evaluation there is no column for them.
+        hook_points: The names of the hook points of the layers; without any there is no column for them.
     """
     parts = []
     for (stack, layer), by_name in sums.items():
@@ -50,6 +53,7 @@ def head_table(
                     **means,
                     "finite": np.logical_and.reduce(finite) if finite else np.ones(heads, dtype=bool),
                     "mode": "; ".join(modes.get((stack, layer), [EVALUATION])),
+                    "hook": hook_points.get((stack, layer)),
                 }
             )
         )
@@ -57,6 +61,8 @@ def head_table(
     ordered = ["stack", "layer", "head", "queries", *(name for name in COLUMNS if name in table), "finite"]
     if (table["mode"] != EVALUATION).any():
         ordered.append("mode")
+    if hook_points:
+        ordered.append("hook")
     stacks = table["stack"].nunique() > 1
     return table[ordered if stacks else ordered[1:]]
 

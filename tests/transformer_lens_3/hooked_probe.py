@@ -11,6 +11,7 @@ import torch
 from qkov.probes import AttentionProbe
 
 from ..circuits.test_transformer_lens import build
+from ..probes.beside_hooks import CHECKS
 from ..probes.plain_measures import assert_table, plain_measures
 from .hooked_attention import CONVERTED
 from .hooked_transformer import hooked
@@ -41,7 +42,7 @@ def test_the_table_is_that_of_its_patterns_and_of_transformers(example, tmp_path
     window = model.cfg.window_size if getattr(model.cfg, "use_local_attn", False) else None
     assert_table(probe.table(), plain_measures(maps, MASK, RELEVANT, window=window))
     assert (probe.table()["mode"] == "training, without dropout of attention").all()
-    of_hooks = probe.table().drop(columns="mode").to_numpy(dtype=float)
+    of_hooks = probe.table().drop(columns=["mode", "hook"]).to_numpy(dtype=float)
     of_outputs = other.table().to_numpy(dtype=float)
     np.testing.assert_allclose(of_hooks, of_outputs, rtol=0, atol=1e-4)
 
@@ -58,3 +59,8 @@ def test_every_way_of_calling_it_is_seen_and_reset_hooks_leaves_the_probe(tmp_pa
     assert set(table.loc[table["layer"] == 0, "queries"]) == {54}
     assert set(table.loc[table["layer"] != 0, "queries"]) == {81}
     assert not any(block.attn.hook_pattern._forward_hooks for block in model.blocks)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_as_hooks_beside_the_user_s(example, check, tmp_path):
+    check(hooked(build(example), tmp_path).eval())

@@ -6,15 +6,16 @@ gradients reach them, and each is freed as soon as it has been read, so that the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from ....circuits.weights.layer_keys import LayerKey
+from ....circuits.weights.layer_keys import LayerKey, layer_name
 from ...dynamics.sequences import Sequences
 from .calls import OnCall, on_call
 from .modes import EVALUATION
@@ -69,10 +70,12 @@ class MapSource(ABC):
         masks_in_call: Whether the arguments of the model's call say which positions are tokens; otherwise the layers
             themselves are told.
         has_maps: Whether the layers have maps over positions; otherwise each has one row for a sequence.
+        hook_points: The hook point that the map of each layer passes, by name, in models with TransformerLens' hooks.
     """
 
     masks_in_call: ClassVar[bool] = True
     has_maps: ClassVar[bool] = True
+    hook_points: Mapping[LayerKey, str] = MappingProxyType({})
     name: str
     keys: tuple[LayerKey, ...]
 
@@ -95,6 +98,10 @@ class MapSource(ABC):
                 nothing else keeps it. Otherwise what the modules compute and return is left as it is.
             on_call: Registers a hook on a module; a probe has a way of its own for the model itself.
         """
+
+    def layer_name(self, key: LayerKey) -> str:
+        """Return a layer as messages name it: by its hook point, or else by its stack and number."""
+        return self.hook_points.get(key) or layer_name(*key)
 
     def demand_maps(self) -> None:  # noqa: B027 (most sources always have maps)
         """Refuse a model that gives no maps as it is set now.

@@ -34,6 +34,8 @@ class HookedMaps(MapSource):
     def __init__(self, attentions: dict[LayerKey, _HookedAttention], name: str) -> None:
         """Take the attention of each layer and the name of the model."""
         self.name, self.keys, self._attentions = name, tuple(attentions), attentions
+        names = {key: getattr(attention.point, "name", None) for key, attention in attentions.items()}
+        self.hook_points = {key: point for key, point in names.items() if point is not None}
 
     @classmethod
     def of(cls, model: nn.Module) -> "HookedMaps | None":
