@@ -220,7 +220,7 @@ def test_a_foreign_checkpoint_is_found(tmp_path, path, position):
         assert 0.75 * min(exact) < estimated < 1.25 * max(exact)
     assert found.sentence.startswith(
         f"Step {10 * position} is farther from its neighbours, steps {10 * position - 10} and {10 * position + 10}, "
-        "than they are from each other in 3 layers (layers 0 to 2): "
+        "than they are from each other in 3 layers (layers 0 to 2): about "
     )
 
 
@@ -238,7 +238,7 @@ def test_one_foreign_layer_is_found_and_named(tmp_path):
     audited = both_ways(tmp_path, models)
     assert kinds(audited) == [("distant_checkpoints", (30,))]
     assert audited.findings[0].layers == (("", 1),)
-    assert "than they are from each other in layer 1: " in audited.findings[0].sentence
+    assert "than they are from each other in layer 1: about " in audited.findings[0].sentence
 
 
 def test_foreign_checkpoints_in_a_row_are_found_together(tmp_path):
@@ -248,7 +248,40 @@ def test_foreign_checkpoints_in_a_row_are_found_together(tmp_path):
     audited = audit(write(tmp_path / "run", models))
     assert kinds(audited) == [("distant_checkpoints", (30, 40, 50))]
     assert audited.findings[0].neighbours == (20, 60)
-    assert "the run jumps by" in audited.findings[0].sentence
+    assert "the run jumps by about" in audited.findings[0].sentence
+
+
+def settling(count: int):
+    """A path that settles: each step is 0.6 times as long as the one before."""
+    return [
+        plus(drawn(0), [{name: (1 - 0.6**step) * moved[name] for name in moved} for moved in drawn(99)])
+        for step in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("original", "copy", "distant"),
+    [
+        # The copy in the place of step 0 or 30 makes the steps beside it, which are where they belong, seem distant.
+        (5, 0, []),
+        (7, 3, []),
+        (10, 0, []),
+        # Step 70 holds the weights of step 10: the copy itself does not belong where it stands.
+        (1, 7, [("distant_checkpoints", (70,))]),
+    ],
+)
+def test_of_a_copy_only_the_copy_is_said_to_be_distant(tmp_path, original, copy, distant):
+    models = settling(11)
+    models[copy] = models[original]
+    audited = audit(write(tmp_path / "run", models))
+    assert kinds(audited) == [("identical_checkpoints", tuple(sorted((10 * original, 10 * copy)))), *distant]
+
+
+def test_a_foreign_checkpoint_is_found_beside_copies(tmp_path):
+    models = walk(14)
+    models[3], models[8] = models[4], drawn(1000)
+    audited = audit(write(tmp_path / "run", models))
+    assert kinds(audited) == [("identical_checkpoints", (30, 40)), ("distant_checkpoints", (80,))]
 
 
 def test_a_copy_of_a_later_checkpoint_is_found_by_its_bits_and_by_its_distance(tmp_path):

@@ -38,8 +38,9 @@ SAME = {0: 5, 10: 6, 20: 7, 30: 5}
 SENTENCE = "Steps 0 and 30 hold identical attention weights, to the bit."
 FROZEN = "Layer 0 is frozen: its attention weights are identical in all 3 checkpoints, while other layers change."
 SOUND = (
-    "Checked 3 checkpoints, step 0 to 20: no two are identical, no layer is identical in several, and none is farther "
-    "from its neighbours than they are from each other (the first and the last have only one)."
+    "Checked 3 checkpoints, step 0 to 20: no two are identical, no layer is identical in several, and none is more "
+    "than about 1.5 times as far from its neighbours as they are from each other (the first and the last have only "
+    "one)."
 )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,8 +117,28 @@ def identical_layers(contents: pd.DataFrame, unit: str = "step") -> list[Finding
     ]
 
 
-def distant_checkpoints(contents: pd.DataFrame, unit: str = "step") -> list[Finding]:
+def distant_checkpoints(contents: pd.DataFrame, copies: Collection[int] = (), unit: str = "step") -> list[Finding]:
     """Return the checkpoints that are farther from their neighbours than these are from each other.
+
+    A checkpoint that is identical to another may stand in the wrong place, where it makes others seem distant. So of
+    the checkpoints that are not among the copies, those are returned that are distant with the copies taken out; and of
+    the copies, those that are distant from the checkpoints around them, which says which of the two does not belong
+    where it stands.
+
+    Args:
+        contents: The contents of layers with finite weights, in the order of the steps.
+        copies: The steps that are identical to others in all layers.
+        unit: What a step counts.
+    """
+    if not copies:
+        return _distant(contents, unit)
+    without = contents[~contents["step"].isin(copies)]
+    misplaced = [finding for finding in _distant(contents, unit) if set(finding.steps) <= set(copies)]
+    return sorted([*misplaced, *_distant(without, unit)], key=lambda finding: finding.steps)
+
+
+def _distant(contents: pd.DataFrame, unit: str) -> list[Finding]:
+    """Return the checkpoints that are farther from their neighbours than these are from each other, in a table.
 
     For checkpoints p and n with others between them, p+1 to n-1, these are reported if in some layer
 

@@ -9,6 +9,7 @@ import pandas as pd
 from ....circuits.checkpoints.steps.step import step_in_words
 from ....circuits.weights.layer_keys import LayerKey, capitalised, layers_in_words
 from .findings import (
+    LARGEST_RATIO,
     Finding,
     distant_checkpoints,
     frozen_layers,
@@ -87,14 +88,15 @@ def integrity_of(contents: pd.DataFrame, unknown: dict[int, str] | None = None, 
     # NaN is content, but it has no distance.
     finite = alike["sketch"].map(lambda sketch: bool(np.isfinite(sketch).all())).astype(bool)
     damaged = alike[~finite].groupby(["stack", "layer"], sort=False)["step"].apply(list)
+    identical = identical_checkpoints(contents, unit)
     return Integrity(
         checked=[int(step) for step in contents["step"].unique()],
         unknown=unknown or {},
         findings=[
             *others,
-            *identical_checkpoints(contents, unit),
+            *identical,
             *identical_layers(contents, unit),
-            *distant_checkpoints(alike[finite], unit),
+            *distant_checkpoints(alike[finite], {step for finding in identical for step in finding.steps}, unit),
         ],
         frozen=frozen_layers(contents),
         unit=unit,
@@ -153,7 +155,8 @@ def summary(integrity: Integrity) -> str:
         return f"Checked {what}: {number} finding{'s' * (number > 1)}."
     unchanging = "no layer but frozen ones" if integrity.frozen else "no layer"
     neighbours = (
-        ", and none is farther from its neighbours than they are from each other (the first and the last have only one)"
+        f", and none is more than about {LARGEST_RATIO} times as far from its neighbours as they are from each other "
+        "(the first and the last have only one)"
         if count > 2
         else ""
     )

@@ -77,12 +77,12 @@ def of_distant_checkpoints(
     if len(steps) == 1:
         return (
             f"{capitalised(unit)} {steps[0]} is farther from its neighbours, {unit}s {before} and {after}, than they "
-            f"are from each other{most}: {to} and {back}, against {across}, relative to the norm of the weights."
+            f"are from each other{most}: about {to} and {back}, against {across}, relative to the norm of the weights."
         )
     return (
-        f"{capitalised(steps_in_words(steps, unit))} lie apart{most}: the run jumps by {to} after {unit} {before} and "
-        f"by {back} before {unit} {after}, which are only {across} from each other, relative to the norm of the "
-        "weights."
+        f"{capitalised(steps_in_words(steps, unit))} lie apart{most}: the run jumps by about {to} after {unit} "
+        f"{before} and by {back} before {unit} {after}, which are only about {across} from each other, relative to the "
+        "norm of the weights."
     )
 
 
