@@ -1,28 +1,26 @@
 """Track circuits over training: measure every checkpoint of a run into a run store that can be resumed."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Unpack
 
 from ...circuits.architectures.mapping import Mapping
-from ...circuits.checkpoints.runs import Checkpoint, find_run
-from ...circuits.errors import CallError, QkovError
-from ...circuits.reading.checkpoint import OpenCheckpoint
+from ...circuits.checkpoints.runs import find_run
+from ...circuits.errors import QkovError
 from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ...circuits.storage.address import place_of
 from ...circuits.storage.places import LocalPlace
-from ..versions import versions
 from .engines import Engine, demand_whole, engine_named
 from .keeping import drop_all_but, folder_for_keeping
-from .left_out import LeftOut, UnusableCheckpointError, blaming, left_out_for
+from .left_out import LeftOut
+from .planning import Order, Plan, in_order
 from .resuming import Source, demand_resumable
 from .store import RunStore
-from .sweep import Measurement, OpenedLast
-from .view import Opened, TaskDirections, View
+from .sweep import Measurement
+from .view import TaskDirections, View
 from .worker_processes import WorkerLostError
 
 __all__ = ["TaskDirections", "Tracked", "track"]
@@ -119,7 +117,6 @@ def track(
     found_run = find_run(
         place.path.absolute() if isinstance(place, LocalPlace) else run, revisions, patterns, chosen_reading.series
     )
-    target, source = RunStore(store), Source.of(run)
     settings = _as_json(
         {
             "reading": chosen_reading.settings(),
@@ -130,110 +127,23 @@ def track(
             "rotary_offset": rotary_offset,
         }
     )
+    target, source = RunStore(store), Source.of(run)
+    order = Order(target, source, found_run, settings, chosen_reading, view, directions, composition)
     begun = demand_resumable(target, source, settings)
-    pinned = None if begun is None else begun.get("reference_step")
-    # The last of the run when the store was begun; while it cannot be read, the last before it that can be stands in.
-    intended = None if begun is None else begun.get("intended_reference", pinned)
-    unusable: dict[int | None, LeftOut] = {}
-    checkpoints = found_run.checkpoints
-    with folder_for_keeping(checkpoints) as kept_in:
-        opening = OpenedLast(chosen_reading, kept_in)
-        # Opening the first checkpoint before run.json is written keeps a wrong call from leaving a store behind.
-        first = _first_usable(checkpoints, opening, unusable, view)
-        recognised, skipped = first.weights.recognised, first.weights.skipped
-        if len(checkpoints) == 1 and isinstance(first.weights, OpenCheckpoint):
-            checkpoints = [checkpoints[0].stated_by(first.weights.file)]
-        _demand_same_kind_of_steps(target, checkpoints)
-        if begun is None and directions is None:
-            intended = checkpoints[-1].step
-        if begun is None or intended != pinned:
-            pinned = _last_usable(checkpoints, intended, opening, unusable)
-        opening.keep(set())
-        if pinned is not None and pinned not in {checkpoint.step for checkpoint in checkpoints}:
-            raise CallError(
-                f"{target.folder} compares circuits with step {pinned}, which {source.name} no longer holds; "
-                f"give another --out, or delete it"
-            )
-        fingerprints = _fingerprints(checkpoints, unusable)
-
-        def describe(reference_step: int | None) -> None:
-            names = {checkpoint.step: checkpoint.name for checkpoint in checkpoints}
-            target.describe(
-                {
-                    "source": source.name,
-                    "source_identity": source.identity,
-                    "settings": settings,
-                    "reference_step": reference_step,
-                    "intended_reference": intended,
-                    "recognised": recognised,
-                    "skipped": skipped,
-                    "left_out": found_run.left_out | {names[step]: left.why for step, left in unusable.items()},
-                    "notes": found_run.notes,
-                    "unit": checkpoints[0].unit,
-                    "versions": versions(),
-                    "checkpoints": [
-                        {
-                            "step": checkpoint.step,
-                            "step_origin": checkpoint.step_origin,
-                            "uri": checkpoint.address,
-                            "fingerprint": fingerprints.get(checkpoint.step),
-                        }
-                        for checkpoint in checkpoints
-                    ],
-                    "no_longer_there": _sorted(set(target.steps()) - set(names)),
-                }
-            )
-
-        def measurements(reference_step: int | None) -> list[Measurement]:
-            usable = [checkpoint for checkpoint in checkpoints if checkpoint.step not in unusable]
-            reference = next((each for each in usable if each.step is not None and each.step == reference_step), None)
-            common = {"settings": settings, "qkov": version("qkov")}
-            planned = []
-            for before, checkpoint in zip([None, *usable], usable, strict=False):
-                made_from = common | {"checkpoint": fingerprints[checkpoint.step]}
-                key = made_from | {
-                    "previous": None if before is None else [before.step, fingerprints[before.step]],
-                    "reference": None if reference is None else [reference.step, fingerprints[reference.step]],
-                }
-                planned.append(
-                    Measurement(
-                        store=RunStore(target.folder.absolute()),
-                        source=source.name,
-                        checkpoint=checkpoint,
-                        before=before,
-                        reference=reference,
-                        directions=directions,
-                        options=chosen_reading,
-                        view=view,
-                        key=json.dumps(key, sort_keys=True),
-                        composition_key=json.dumps(made_from, sort_keys=True) if composition else None,
-                        kept_in=kept_in,
-                    )
-                )
-            return planned
-
-        describe(pinned)
-        sweep = _Sweep(chosen_engine, len(checkpoints), progress, kept_in)
-        while True:
-            newly = sweep.run(measurements(pinned))
-            if not newly:
-                break
-            unusable |= newly
-            if pinned is not None and pinned in newly:
-                if sweep.measured or sweep.kept or (begun is not None and intended == pinned):
-                    raise QkovError(
-                        f"{target.folder} compares circuits with step {pinned}, which cannot be read any more "
-                        f"({newly[pinned].why}); restore it, or give another --out"
-                    )
-                pinned = _last_usable(checkpoints, intended, opening, unusable)
-                opening.keep(set())
-            describe(pinned)
+    with folder_for_keeping(found_run.checkpoints) as kept_in:
+        # A wrong call must not leave a store behind, so run.json is written once the first checkpoint is open.
+        plan = Plan.of(order, begun, kept_in)
+        plan.describe()
+        sweep = _Sweep(chosen_engine, len(plan.checkpoints), progress, kept_in)
+        while newly := sweep.run(plan.measurements()):
+            holds_reference = begun is not None and plan.intended_reference == plan.reference_step
+            plan.leave_out(newly, bool(sweep.measured or sweep.kept or holds_reference))
+            plan.describe()
         if not sweep.measured and not sweep.kept:
-            raise _none_usable(checkpoints, unusable)
-        describe(pinned)
-    return Tracked(
-        target, _sorted(sweep.measured), _sorted(sweep.kept), {step: unusable[step].why for step in _sorted(unusable)}
-    )
+            raise plan.nothing_usable()
+        plan.describe()
+    reasons = {step: plan.unusable[step].why for step in in_order(plan.unusable)}
+    return Tracked(target, in_order(sweep.measured), in_order(sweep.kept), reasons)
 
 
 class _Sweep:
@@ -294,85 +204,6 @@ class _Sweep:
         (self.measured if new else self.kept).add(step)
         if self._progress is not None:
             self._progress(len(self.measured) + len(self.kept), self._total, step, new)
-
-
-def _fingerprints(checkpoints: list[Checkpoint], unusable: dict[int | None, LeftOut]) -> dict[int | None, str]:
-    """Return the fingerprints by step, and note the checkpoints whose files cannot be read."""
-    fingerprints = {}
-    for checkpoint in checkpoints:
-        try:
-            with blaming(checkpoint):
-                fingerprints[checkpoint.step] = checkpoint.fingerprint()
-        except UnusableCheckpointError as error:
-            unusable[checkpoint.step] = error.left_out
-    return fingerprints
-
-
-def _first_usable(
-    checkpoints: list[Checkpoint], opening: OpenedLast, unusable: dict[int | None, LeftOut], view: View | None = None
-) -> Opened:
-    """Return the first checkpoint that can be opened, and note those that cannot.
-
-    Args:
-        checkpoints: The checkpoints, in the order in which they are tried.
-        opening: Opens them.
-        unusable: Where to note those that cannot be opened.
-        view: A view that the checkpoint must have as well.
-
-    Raises:
-        CallError: A checkpoint can be opened but does not have the view.
-        QkovError: No checkpoint can be opened.
-    """
-    for checkpoint in checkpoints:
-        if checkpoint.step in unusable:
-            continue
-        try:
-            opened = opening.open(checkpoint)
-            if view is not None:
-                view.demand_possible(opened.weights, opened.weights.address)
-            return opened
-        except CallError:
-            raise
-        except UnusableCheckpointError as error:
-            unusable[checkpoint.step] = error.left_out
-        except QkovError as error:
-            unusable[checkpoint.step] = left_out_for(checkpoint, error)
-    raise _none_usable(checkpoints, unusable)
-
-
-def _last_usable(
-    checkpoints: list[Checkpoint], last: int | None, opening: OpenedLast, unusable: dict[int | None, LeftOut]
-) -> int | None:
-    """Return the step of the last checkpoint up to a step that can be opened; None without a step."""
-    if last is None:
-        return None
-    known = [checkpoint for checkpoint in checkpoints if checkpoint.step is not None and checkpoint.step <= last]
-    return _first_usable(known[::-1], opening, unusable).checkpoint.step
-
-
-def _none_usable(checkpoints: list[Checkpoint], unusable: dict[int | None, LeftOut]) -> QkovError:
-    """Return the error that says that no checkpoint can be measured, with the reason of the first."""
-    first, others = unusable[_sorted(unusable)[0]], len(checkpoints) - 1
-    error = first.error()
-    if others < 1:
-        return error
-    rest = f"the other {others} checkpoints" if others > 1 else "the other checkpoint"
-    return type(error)(f"{error}; {rest} of the run cannot be measured either")
-
-
-def _sorted(steps: Iterable[int | None]) -> list[int | None]:
-    return sorted(steps, key=lambda step: -1 if step is None else step)
-
-
-def _demand_same_kind_of_steps(store: RunStore, checkpoints: list[Checkpoint]) -> None:
-    """Refuse a store of a checkpoint whose step was not known if the steps are known now, and the other way round."""
-    are_known = {step is not None for step in store.steps()}
-    if are_known - {checkpoint.step is not None for checkpoint in checkpoints}:
-        was, now = ("known", "is not") if True in are_known else ("not known", "is")
-        raise CallError(
-            f"{store.folder} was made when the step of its checkpoint was {was}, and it {now} known now; give another "
-            f"--out, or delete it"
-        )
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
         "flagged": flagged,
         "flagged_count": len(damaged),
         "untested": _untested(table, description),
+        "doubts": [f"{what}: {reason}" for what, reason in description.get("doubts", {}).items()],
         "left_out": left_out[:_NAMES],
         "left_out_count": len(left_out),
         "basis": ", ".join(_BASES[basis] for basis in table["basis"].unique()),

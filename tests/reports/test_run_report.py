@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.analyses.trajectories import track
-from qkov.circuits import AttentionWeights, CallError
+from qkov.circuits import AttentionWeights, CallError, open_checkpoint
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.reports.drawing.panels import Panel
 from qkov.reports.drawing.panels import draw as draw_panel
@@ -141,6 +141,31 @@ def qwen3_folder(folder):
     config = {"model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
     config |= {"hidden_size": 10, "num_hidden_layers": 2, "rope_theta": 100.0, "rms_norm_eps": 1e-6}
     return model_folder(folder, config, shapes)
+
+
+def nanogpt_fork(path, bias: bool):
+    """A fork of nanoGPT without absolute positions, and with or without the bias of its LayerNorm."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"transformer.wte": (10, 8), "transformer.h.0.attn.c_attn": (24, 8), "transformer.h.0.attn.c_proj": (8, 8)}
+    state = {f"{name}.weight": torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    state["transformer.h.0.ln_1.weight"] = torch.ones(8)
+    if bias:
+        state |= {"transformer.h.0.ln_1.bias": torch.zeros(8), "transformer.wpe.weight": torch.zeros(16, 8)}
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": bias, "vocab_size": 10}
+    torch.save({"model": state, "model_args": sizes}, path)
+    return path
+
+
+@pytest.mark.parametrize("is_a_fork", [True, False])
+def test_what_the_weights_contradict_is_said_to_be_unknown(tmp_path, is_a_fork):
+    checkpoint = nanogpt_fork(tmp_path / "ckpt.pt", bias=not is_a_fork)
+    store = track(checkpoint, tmp_path / "store").store
+    page = html.unescape(write_run_report([store], tmp_path / "a.html", "qkov").read_text())
+    doubts = dict(open_checkpoint(checkpoint).doubts)
+    assert bool(doubts) is is_a_fork
+    assert ("Unknown: " in page) is is_a_fork
+    for what, reason in doubts.items():
+        assert f"{what}: {reason}" in page
 
 
 def t5_folder(folder):
