@@ -14,7 +14,10 @@ SOURCE = '''
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     LIMIT = 7
-def f(x: "1 + 1", y=2) -> int:
+class Settings:
+    batch_tokens: int = 9
+    other: int
+def f(x: "1 + 1", y=2, *, must, batch_tokens=11) -> int:
     if x < y and not x == 5:
         raise ValueError(f"{x + 1}")
     return x * -y if x.device.type != "cpu" else y, zip(x, y, strict=True)

@@ -165,18 +165,14 @@ def mu_ov_at_fixed_attention(
 
 def _margin_of_factorized_output(first: float, others: int, elapsed: float) -> float:
     """Return the x at which Ei(x) + others ln x has grown by `elapsed` since x = first."""
-    if elapsed == 0:
-        return first
-    # Ei grows at least as fast as ln x, and at least as fast as e e^{x/2}, so the root is below both of these bounds.
-    farthest = min(
-        math.log(first) + elapsed / (1 + others), math.log(first + 2 * math.log1p(elapsed * math.exp(-1 - first / 2)))
-    )
 
-    def residual(log_x: float) -> float:
-        return expi(math.exp(log_x)) - expi(first) + others * (log_x - math.log(first)) - elapsed
+    def missing(x: float) -> float:
+        return expi(first) - expi(x) - others * math.log(x / first) + elapsed
 
-    log_x = brentq(residual, math.log(first), farthest + 1e-9, xtol=1e-15)
-    return math.exp(cast("float", log_x))
+    lower, upper = first, 2 * first
+    while missing(upper) >= 0:
+        lower, upper = upper, 2 * upper
+    return cast("float", brentq(missing, lower, upper, xtol=math.ulp(first)))
 
 
 def mu_qk_after_saturation(setting: Setting, parameterization: Parameterization, r: Scalar, mu_ov: Numbers) -> Numbers:

@@ -345,3 +345,23 @@ def test_progress_is_told():
     attribute(Bag(), EXAMPLES, "random", batch_tokens=8, progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (3, 3)
     assert len(told) > 1
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 14, 30])
+@pytest.mark.parametrize("method", ["integrated gradients", "ablation"])
+def test_no_run_of_the_model_has_more_tokens_than_allowed_unless_an_example_has(method, batch_tokens):
+    sizes = []
+
+    class Watched(Bag):
+        def logits(self, tokens, mask, **more):
+            sizes.append(
+                len(mask) * mask.shape[1] if more.get("embedded") is None else more["embedded"][..., 0].numel()
+            )
+            return super().logits(tokens, mask, **more)
+
+    longest = max(len(example.tokens) for example in EXAMPLES)
+    alike = explained(Bag(), method, EXAMPLES)
+    found = explained(Watched(), method, EXAMPLES, batch_tokens=batch_tokens)
+    assert longest <= max(sizes) <= max(batch_tokens, longest)
+    for row, expected in zip(found, alike, strict=True):
+        torch.testing.assert_close(row, expected, rtol=1e-6, atol=1e-12)

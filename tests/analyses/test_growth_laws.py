@@ -86,6 +86,19 @@ def test_mu_ov_at_fixed_attention_solves_its_equation(parameterization, attentio
     assert mu_ov_at_fixed_attention(PAPER, parameterization, 1e4, attention, start) == mu_ov[3]
 
 
+@pytest.mark.parametrize("parameterization", [Parameterization.CACO, Parameterization.CAFO])
+@pytest.mark.parametrize("scale", [0.01, 0.74, 1.12, 2.9])
+def test_mu_ov_grows_at_its_first_rate_for_a_short_time(parameterization, scale):
+    """With x = alpha mu_OV, dx/dt is alpha^2/50 over e^x + 19, or 2 sigma_O alpha/50 times x over e^x + 19."""
+    attention = 0.3
+    x = attention * scale
+    rate = 2 * 50**0.5 * attention / 50 * x if parameterization.factorized_output else attention**2 / 50
+    expected = rate / (np.exp(x) + 19) / attention
+    for time in (1e-40, 1e-17, 1e-16, 1e-5):
+        mu_ov = mu_ov_at_fixed_attention(PAPER, parameterization, time, attention, Start(0.0, scale))
+        assert mu_ov - scale == pytest.approx(expected * time, rel=1e-6, abs=2e-14)
+
+
 @pytest.mark.parametrize("parameterization", ALL)
 def test_mu_ov_in_time_is_the_limit_of_small_r(parameterization):
     start = Start.default(parameterization)

@@ -258,6 +258,8 @@ def test_facts_that_differ_are_named(one, other, named):
             {"facts": AttentionFacts(rotary=Rotary.of_base(4))},
             {"facts": AttentionFacts(rotary=Rotary.of_base(4, 1e4 + 1e-3))},
         ),
+        ({"facts": AttentionFacts(rotary=Rotary())}, {"facts": AttentionFacts(rotary=Rotary.of_base(4))}),
+        ({"facts": AttentionFacts(rotary=Rotary.of_base(4))}, {"facts": AttentionFacts(rotary=Rotary())}),
     ],
 )
 def test_what_is_unknown_or_equal_up_to_rounding_does_not_contradict(one, other):

@@ -121,3 +121,9 @@ def test_wrong_settings_are_refused():
         PaperReadout(pad_mask=True, padded_length=0)
     with pytest.raises(CallError, match="residual is a share of the identity"):
         PaperReadout(pad_mask=True, residual=2.0)
+
+
+def test_a_padded_length_of_one_keeps_the_first_token():
+    batch = PaperReadout(pad_mask=True, padded_length=1).batch([example(5, 0), example(2, 1)], PAD)
+    assert batch.tokens.tolist() == [[1], [1]]
+    assert [one.relevant for one in batch.examples] == [((True,),), ((False,),)]

@@ -1,11 +1,12 @@
 """Predictions in batches are those of a plain loop over examples, continuations and tokens."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from qkov.analyses.attention import predictions
-from qkov.analyses.attention.models.alternatives import are_compared
+from qkov.analyses.attention.models.alternatives import answers, are_compared
 from qkov.analyses.attention.models.model import length_buckets
 from qkov.analyses.attention.models.predictions import each_prediction
 from qkov.analyses.attention.models.transformers import (
@@ -13,7 +14,7 @@ from qkov.analyses.attention.models.transformers import (
     TransformersClassifier,
     TransformersMaskedLM,
 )
-from qkov.analyses.tasks import Example
+from qkov.analyses.tasks import Example, Task
 from qkov.circuits import CallError
 
 from .bag_of_words import BagOfWords
@@ -178,3 +179,24 @@ def test_probabilities_are_compared_if_every_example_has_a_choice(counts, compar
     """A single continuation has nothing to be compared with."""
     examples = [Example(tokens=(1,), continuations=((11,), (12,), (13,))[:count]) for count in counts]
     assert are_compared(examples) is compared
+
+
+def test_a_classifier_answers_a_task_with_as_many_classes():
+    """Its probability of class 1 is the logistic function of the sum of the weights of the tokens."""
+    bag = BagOfWords([0.0, 0.5, -2.0])
+    examples = (Example(tokens=(1, 1), label=1), Example(tokens=(1, 2), label=1), Example(tokens=(2,)))
+    done: list[tuple[int, int]] = []
+    found = answers(
+        bag,
+        Task("moods", examples, "none", classes=("bad", "good")),
+        among_alternatives=False,
+        progress=lambda *counts: done.append(counts),
+    )
+    good = [1 / (1 + math.exp(-total)) for total in (1.0, -1.5, -2.0)]
+    assert found.predicted.tolist() == [1, 0, 0]
+    assert found.probability == pytest.approx([good[0], 1 - good[1], 1 - good[2]], rel=1e-12)
+    assert found.right == pytest.approx([good[0], good[1], math.nan], rel=1e-12, nan_ok=True)
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    for classes in (("good",), ("bad", "good", "neither")):
+        with pytest.raises(CallError, match=f"bag of words has 2 classes, and moods has {len(classes)}"):
+            answers(bag, Task("moods", examples, "none", classes=classes), among_alternatives=False)

@@ -208,7 +208,20 @@ def test_every_head_against_a_plain_loop_over_the_maps():
     assert (found["low"] < found["attention"]).all()
     assert (found["attention"] < found["high"]).all()
     assert set(found["examples"]) == {with_relevant}
+    others = [mask[:-1] for given in examples if any((mask := given.relevant[0])[:-1])]
+    assert len(others) == with_others
+    np.testing.assert_allclose(found["chance_elsewhere"], np.mean([np.mean(mask) for mask in others]), rtol=1e-12)
     assert relevance.left_out == (("without a relevant token", 23 - with_relevant),)
+
+
+def test_heads_without_an_example_that_takes_part_are_refused():
+    relevance = HeadRelevance(causal=True)
+    with pytest.raises(CallError, match=r"no example takes part in the attention of heads .*: none was given"):
+        relevance.compute()
+    batch = Batch.of([example([0, 0, 0, 0])] * 2, pad=0)
+    relevance.update(batch, torch.full((2, 3, 2, 4), 0.25, dtype=torch.float64), torch.tensor([3, 3]))
+    with pytest.raises(CallError, match=r"no example takes part .*: 2 without a relevant token"):
+        relevance.compute()
 
 
 def test_probabilities_of_labels():

@@ -206,6 +206,15 @@ def test_states_keep_their_weights_while_training_goes_on():
     torch.testing.assert_close(moved, -states[0].ov_gradient, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("ratio", [0.01, 100.0])
+def test_each_circuit_that_is_still_at_zero_takes_a_twentieth_of_the_first_step(ratio):
+    """There is no distance yet that the step could be small against, so the loss alone limits it, 20 * 20 times."""
+    model = started(SETTING, Parameterization.CACO)
+    first = next(train(model, exact_population(SETTING), [ratio], step_size=RelativeStep(0.02)))
+    power = ratio * first.qk_gradient.square().sum() + first.ov_gradient.square().sum()
+    assert first.rate.tolist() == pytest.approx([0.02 / 20**2 * float(first.loss / power)], rel=1e-12)
+
+
 def test_several_relevant_tokens_compete_and_one_does_not():
     """With m > 1 a difference between tokens of a class grows at large r; the step size has no part in it."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import CallError, Circuit
+from qkov.circuits.algebra.products import difference_factors
 from torch import Tensor
 
 
@@ -64,6 +65,44 @@ def test_difference_of_near_circuits_keeps_its_digits(size: float, moved: str) -
     values = np.linalg.svd((wanted / size).astype(float), compute_uv=False)[:, :10]
     found = difference.singular_values() / size
     np.testing.assert_allclose(found, values, rtol=1e-8 + precision, atol=(1e-8 + precision) * values.max())
+
+
+@pytest.mark.parametrize(
+    ("of_left", "of_right", "of_left_change", "of_right_change"),
+    [(1, 1, 1e-9, 1e-3), (1e6, 1e-6, 1e-7, 1.0), (1e-4, 1e5, 1e3, 1e-9), (1.0, 1e-8, 0.0, 1e2), (1e-8, 1.0, 1e2, 0.0)],
+)
+def test_factors_of_a_difference_give_both_terms_one_weight(of_left, of_right, of_left_change, of_right_change):
+    """The two terms (A - M) B and M (B - S) are as far apart in the left factor as in the right one."""
+    other_left, right = of_left * random(30, 5).double(), of_right * random(5, 25, seed=1).double()
+    left_change = of_left_change * random(30, 5, seed=2).double()
+    right_change = of_right_change * random(5, 25, seed=3).double()
+    left, other_right = other_left + left_change, right - right_change
+    found_left, found_right = difference_factors(left, right, other_left, other_right)
+    left_change, right_change = left - other_left, right - other_right
+    scale = ((found_left[:, :5] * left_change).sum() / left_change.square().sum()).item() if of_left_change else 1.0
+    assert np.log2(scale) == round(np.log2(scale))
+    assert torch.equal(found_left, torch.cat([left_change * scale, other_left], dim=1))
+    inverse = ((found_right[:5] * right).sum() / right.square().sum()).item()
+    assert np.log2(inverse) == round(np.log2(inverse))
+    assert torch.equal(found_right, torch.cat([right * inverse, right_change]))
+    largest = [part.abs().max().item() for part in (*found_left.split(5, dim=1), *found_right.split(5))]
+    if of_left_change and of_right_change:
+        assert scale * inverse == 1
+        # To the nearest power of two, the ratios agree within a factor of two.
+        assert 0.5 <= largest[0] / largest[1] / (largest[2] / largest[3]) <= 2
+    elif of_right_change:
+        # The first term is zero, so its part of the right factor is as large as the other part.
+        assert 0.7 <= largest[2] / largest[3] <= 1.5
+    else:
+        assert 0.7 <= largest[0] / largest[1] <= 1.5
+
+
+def test_a_difference_from_zero_is_the_circuit_itself() -> None:
+    left, right = random(30, 5).double(), random(5, 25, seed=1).double()
+    for first, second in ((left, torch.zeros_like(right)), (torch.zeros_like(left), right)):
+        for zero in (Circuit(torch.zeros_like(left), torch.zeros_like(right)), Circuit(first, second)):
+            np.testing.assert_allclose((Circuit(left, right) - zero).dense(), left @ right, rtol=1e-13, atol=1e-13)
+            np.testing.assert_allclose((zero - Circuit(left, right)).dense(), -left @ right, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -45,8 +45,9 @@ class Mutant:
 def mutants(source: str) -> Iterator[Mutant]:
     """Yield a mutant for every comparison, arithmetic operation, number, negation and joint condition of a module.
 
-    Messages, annotations, what stands under `if TYPE_CHECKING` and whether `zip` is strict are left alone, since no
-    result depends on them. So are comparisons with a device, since the tests run on one.
+    Messages, annotations, what stands under `if TYPE_CHECKING`, whether `zip` is strict and the default of
+    `batch_tokens`, which is how much runs at once, are left alone, since no result depends on them. So are comparisons
+    with a device, since the tests run on one.
     """
     tree = ast.parse(source)
     for node, fault, change, undo in list(_changes(tree)):
@@ -100,11 +101,12 @@ def _in_words(value: object) -> str:
 def _deciding(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes on which a result can depend."""
     yield node
+    at_once = _defaults_of_batch_tokens(node)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr):
+            if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr) or child in at_once:
                 continue
             if isinstance(child, ast.keyword) and child.arg == "strict":
                 continue
@@ -113,3 +115,14 @@ def _deciding(node: ast.AST) -> Iterator[ast.AST]:
             if isinstance(child, ast.Compare) and "attr='device'" in ast.dump(child.left):
                 continue
             yield from _deciding(child)
+
+
+def _defaults_of_batch_tokens(node: ast.AST) -> list[ast.AST]:
+    """The default of a keyword, or of a field, of that name."""
+    defaults: list[tuple[str, ast.expr | None]] = []
+    if isinstance(node, ast.arguments):
+        names = (keyword.arg for keyword in node.kwonlyargs)
+        defaults = list(zip(names, node.kw_defaults, strict=True))
+    elif isinstance(node, ast.AnnAssign):
+        defaults = [(ast.unparse(node.target), node.value)]
+    return [value for name, value in defaults if name == "batch_tokens" and value is not None]

@@ -76,10 +76,10 @@ class HeadRelevance:
         Raises:
             CallError: No example takes part.
         """
-        attention = torch.cat(self._attention) if self._attention else torch.zeros(0, 0, 0)
-        if not len(attention):
+        if not any(map(len, self._attention)):
             why = ", ".join(f"{count} {reason}" for reason, count in self._left_out.items()) or "none was given"
             raise CallError(f"no example takes part in the attention of heads on relevant tokens: {why}")
+        attention = torch.cat(self._attention)
         examples, layers, heads = attention.shape
         means = mean_intervals(attention.flatten(1).T[:, None].numpy(), settings)
         chance = torch.cat(self._chance).nanmean(dim=0)
