@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from qkov.analyses.trajectories import audit, track
 from qkov.analyses.trajectories.integrity import auditing
-from qkov.analyses.trajectories.integrity.result import sentences, summary
-from qkov.analyses.trajectories.integrity.wording import steps_in_words
+from qkov.analyses.trajectories.integrity.auditing import bytes_on_this_machine
+from qkov.analyses.trajectories.integrity.result import Integrity, integrity_of, sentences, summary
+from qkov.analyses.trajectories.integrity.wording import of_identical_layers, steps_in_words
 from qkov.circuits import CallError, QkovError
+from qkov.circuits.checkpoints.runs import find_run
 from qkov.circuits.weights.content import layer_content
 from qkov.circuits.weights.layer_keys import layers_in_words
 from safetensors.torch import save_file
@@ -475,3 +478,129 @@ def test_a_single_checkpoint_of_unknown_step_has_nothing_to_be_compared_with(tmp
     assert audited.checked == [None]
     assert audited.is_sound
     assert summary(audited) == "Only step unknown was read: there is nothing to compare it with."
+
+
+def contents_of(*layers: Sequence[Sequence[float]], digests: str = "") -> pd.DataFrame:
+    """The contents of a run, step by step, of the sketches of each layer; equal letters are equal digests."""
+    return pd.DataFrame(
+        [
+            {
+                "source": f"step {10 * position}",
+                "step": 10 * position,
+                "stack": "",
+                "layer": layer,
+                "shapes": "W_QK 1 x 2 x 2",
+                "digest": digests[position] if digests else f"{layer} {position}",
+                "sketch": sketch,
+            }
+            for layer, sketches in enumerate(layers)
+            for position, sketch in enumerate(sketches)
+        ]
+    )
+
+
+def path_with_a_peak(height: float) -> list[tuple[float, float]]:
+    """From (1, 0) to (2, 0) by a point in the middle, which is at this distance from both."""
+    return [(1.0, 0.0), (1.5, math.sqrt(height**2 - 0.25)), (2.0, 0.0)]
+
+
+def test_a_checkpoint_is_distant_above_one_and_a_half_times_the_distance_of_its_neighbours():
+    assert integrity_of(contents_of(path_with_a_peak(1.49))).is_sound
+    (found,) = integrity_of(contents_of(path_with_a_peak(1.51))).findings
+    assert (found.kind, found.steps, found.neighbours) == ("distant_checkpoints", (10,), (0, 20))
+    # Relative to the norm of the weights before, which is 1.
+    assert found.distances == pytest.approx((1.51, 1.51, 1.0), rel=1e-12)
+
+
+def test_the_distances_are_of_the_layer_in_which_they_are_most_pronounced():
+    wide = [(10.0, 0.0), (11.0, math.sqrt(35.0)), (12.0, 0.0)]
+    assert np.hypot(*np.subtract(wide[1], wide[0])) == pytest.approx(6)
+    # Ratios of 3 and of 4, where the layer with the larger ratio has the smaller distances.
+    for layers in ((wide, path_with_a_peak(4.0)), (path_with_a_peak(4.0), wide)):
+        (found,) = integrity_of(contents_of(*layers)).findings
+        assert found.layers == (("", 0), ("", 1))
+        assert found.distances == pytest.approx((4.0, 4.0, 1.0), rel=1e-12)
+
+
+def test_a_pair_around_another_pair_is_not_reported_twice():
+    """Steps 0 and 20 are identical, and step 40 is near both: only the pair of 20 and 40 is left."""
+    path = [(1.0, 0.0), (1.0, 90.0), (1.0, 0.0), (1.0, -90.0), (1.1, 0.0)]
+    audited = integrity_of(contents_of(path, digests="abacd"))
+    assert [finding.neighbours for finding in audited.findings if finding.kind == "distant_checkpoints"] == [(20, 40)]
+
+
+def test_checkpoints_that_differ_in_biases_alone_are_not_distant():
+    """Sketches leave biases out, digests do not."""
+    assert integrity_of(contents_of([(1.0, 2.0)] * 3)).is_sound
+
+
+def test_weights_that_start_at_zero_have_no_relative_distance():
+    (found,) = integrity_of(contents_of([(0.0, 0.0), (0.0, 5.0), (1.0, 0.0)])).findings
+    assert found.steps == (10,)
+    assert all(math.isnan(distance) for distance in found.distances)
+
+
+def test_two_checkpoints_are_compared(tmp_path):
+    models = walk(2)
+    audited = audit(write(tmp_path / "same", [models[0]] * 2))
+    assert [finding.sentence for finding in audited.findings] == [
+        "Both checkpoints, steps 0 and 10, hold identical attention weights, to the bit: one was copied, or attention "
+        "was not trained."
+    ]
+    audited = audit(write(tmp_path / "frozen", [models[0], [*models[1][:2], models[0][2]]]))
+    assert sentences(audited) == [
+        "Layer 2 is frozen: its attention weights are identical in both checkpoints, while other layers change."
+    ]
+    audited = audit(write(tmp_path / "other", models))
+    assert summary(audited) == (
+        "Checked 2 checkpoints, step 0 to 10: no two are identical, no layer is identical in several."
+    )
+
+
+def test_one_of_two_checkpoints_may_be_unreadable(tmp_path):
+    for damaged in (0, 10):
+        run = write(tmp_path / str(damaged), walk(2))
+        (run / f"model_step_{damaged}.safetensors").write_bytes(b"12345678")
+        calls = []
+        audited = audit(run, progress=lambda *call, calls=calls: calls.append(call))
+        assert calls == [(1, 2, 0), (2, 2, 10)]
+        assert list(audited.unknown) == [damaged]
+        assert audited.checked == [10 - damaged]
+        assert not audited.is_sound
+
+
+def test_a_wrong_call_is_refused_at_the_first_checkpoint(tmp_path):
+    calls = []
+    with pytest.raises(CallError, match="model_step_0.safetensors: there is no family 'nothing'"):
+        audit(write(tmp_path / "run", walk(3)), family="nothing", progress=lambda *call: calls.append(call))
+    assert calls == []
+
+
+def test_the_bytes_on_this_machine_are_those_of_the_files_of_weights(tmp_path):
+    run = write(tmp_path / "served" / "run", walk(3))
+    expected = sum(file.stat().st_size for file in run.iterdir())
+    assert expected > 3 * 3 * 4 * HEADS * D_MODEL * D_HEAD * 4
+    assert bytes_on_this_machine(find_run(run).checkpoints) == expected
+    with serving(tmp_path / "served") as (address, _):
+        assert bytes_on_this_machine(find_run(f"{address}/run").checkpoints) is None
+
+
+def test_of_thirteen_steps_all_are_named_and_of_fourteen_twelve():
+    assert steps_in_words(range(13)) == "steps 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 12"
+    assert steps_in_words(range(14)) == "steps 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 2 more"
+
+
+def test_layers_that_stood_still_for_a_time_are_named_with_the_steps_around_it():
+    run = [0, 10, 20, 30, 40, 50, 60]
+    assert of_identical_layers((20, 30), [("", 0), ("", 1)], run, "step") == (
+        "Layers 0 and 1 are identical, to the bit, at steps 20 and 30, while other layers change, but not at steps 10 "
+        "and 40: they were frozen for a time, or these checkpoints hold weights of each other."
+    )
+    assert of_identical_layers((0, 10), [("", 4)], run, "step") == (
+        "Layer 4 is identical, to the bit, at steps 0 and 10, while other layers change, but not at step 20: it was "
+        "frozen for a time, or these checkpoints hold weights of each other."
+    )
+
+
+def test_of_no_checkpoint_nothing_is_said():
+    assert summary(Integrity(checked=[])) == "No checkpoint could be checked."

@@ -12,7 +12,7 @@ from qkov.analyses.trajectories import ModelComparison, compare_models
 from qkov.analyses.trajectories.comparison.comparable import demand_comparable
 from qkov.analyses.trajectories.comparison.files import write_changes
 from qkov.analyses.trajectories.comparison.models import CHANGE_QUANTITIES
-from qkov.analyses.trajectories.comparison.wording import changes_in_words, share
+from qkov.analyses.trajectories.comparison.wording import changes_in_words, identical_in_words, share
 from qkov.circuits import AttentionFacts, AttentionWeights, CallError, HeadNorm, Norm, Rotary, open_checkpoint
 
 SHAPE = {
@@ -166,6 +166,19 @@ def test_sentences_follow_from_the_table():
 
 
 @pytest.mark.parametrize(
+    ("identical", "layers", "sentence"),
+    [
+        ([], [("", 0)], "No layer is identical to the bit."),
+        ([("", 0)], [("", 0)], "The only layer is identical to the bit, biases included."),
+        ([("", 0), ("", 1)], [("", 0), ("", 1)], "All 2 layers are identical to the bit, biases included."),
+        ([("", 1)], [("", 0), ("", 1)], "Layer 1 is identical to the bit, biases included."),
+    ],
+)
+def test_identical_layers_are_counted(identical, layers, sentence):
+    assert identical_in_words(identical, layers) == [sentence]
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.41, "41 %"),
@@ -174,6 +187,8 @@ def test_sentences_follow_from_the_table():
         (1.5, "150 %"),
         (0.00123, "0.12 %"),
         (0.0995, "10 %"),
+        (1.0, "100 %"),
+        (1e-5, "0.0010 %"),
         (1e-9, "1.0e-07 %"),
     ],
 )

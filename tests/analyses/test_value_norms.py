@@ -122,6 +122,20 @@ def test_the_row_is_the_dense_product_of_norms_brought_to_sum_one(by_head):
         assert found[example, length:].count_nonzero() == 0
 
 
+def test_heads_are_summed_before_the_norm_unless_they_are_asked_for_one_by_one():
+    model, batch = ToyAttention(layers=1), batch_of(5)
+    read, attention = kept_inputs(model, batch)[0], kept_maps(model, batch)[0]
+    carried = attention[0].numpy()[..., None] * vectors(read[0].numpy(), model.attention_weights()[0])[:, None]
+    kept: dict[int, torch.Tensor] = {}
+    norms = ValueNorms(model.attention_weights(), kept.__setitem__)
+    norms.inputs(0, read)
+    norms.maps(0, attention)
+    assert kept[0].shape == (1, 1, 5, 5)
+    np.testing.assert_allclose(kept[0][0, 0], np.linalg.norm(carried.sum(0), axis=-1), rtol=1e-7)
+    settings = Rollout(residual=0.25)
+    assert torch.equal(value_norms(model, batch, settings), value_norms(model, batch, settings, by_head=False))
+
+
 def test_weights_and_inputs_that_do_not_serve_are_refused():
     inputs = torch.ones(1, 2, 3)
     first = ToyAttention().attention_weights()[0]

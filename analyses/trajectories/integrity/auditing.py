@@ -95,7 +95,7 @@ def audit_checkpoints(
             unknown[checkpoint.step] = str(error)
         if progress is not None:
             progress(position + 1, len(checkpoints), checkpoint.step)
-    return integrity_of(pd.concat(tables, ignore_index=True), unknown, checkpoints[0].unit)
+    return integrity_of(pd.concat(tables), unknown, checkpoints[0].unit)
 
 
 def audit_store(store: RunStore) -> Integrity:

@@ -52,7 +52,7 @@ def other_layers(contents: pd.DataFrame, unit: str = "step") -> list[Finding]:
     if len(set(held.values())) < 2:
         return []
     # The later one of two that are equally frequent.
-    usual = Counter(reversed(held.values())).most_common(1)[0][0]
+    ((usual, _),) = Counter(reversed(held.values())).most_common(1)
     example = max(step for step, layers in held.items() if layers == usual)
     findings = []
     for step, layers in held.items():
@@ -90,11 +90,11 @@ def identical_checkpoints(contents: pd.DataFrame, unit: str = "step") -> list[Fi
 
 
 def frozen_layers(contents: pd.DataFrame) -> list[LayerKey]:
-    """Return the layers that are identical in all checkpoints, if there are two or more and other layers change."""
+    """Return the layers that are identical in all checkpoints, if other layers change."""
     count = contents["step"].nunique()
-    by_layer = contents.groupby(["stack", "layer"], sort=False)["digest"].agg(["nunique", "size"])
+    by_layer = contents.groupby(["stack", "layer"])["digest"].agg(["nunique", "size"])
     same = by_layer[(by_layer["nunique"] == 1) & (by_layer["size"] == count)]
-    return [] if count < 2 or len(same) == len(by_layer) else [key_of(key) for key in same.index]
+    return [] if len(same) == len(by_layer) else [key_of(key) for key in same.index]
 
 
 def identical_layers(contents: pd.DataFrame, unit: str = "step") -> list[Finding]:
@@ -105,7 +105,7 @@ def identical_layers(contents: pd.DataFrame, unit: str = "step") -> list[Finding
     steps_of_run = [int(step) for step in contents["step"].unique()]
     frozen, whole = set(frozen_layers(contents)), [set(steps) for steps in _identical_steps(contents)]
     groups: dict[tuple[int, ...], list[LayerKey]] = {}
-    for key, rows in contents.groupby(["stack", "layer"], sort=False):
+    for key, rows in contents.groupby(["stack", "layer"]):
         if key_of(key) in frozen:
             continue
         for steps in _equal(zip(rows["step"], rows["digest"], strict=True)):
@@ -151,7 +151,7 @@ def _distant(contents: pd.DataFrame, unit: str) -> list[Finding]:
     """
     found: dict[tuple[int, int], list[tuple[LayerKey, tuple[float, ...]]]] = {}
     steps_of: dict[tuple[int, int], tuple[int, ...]] = {}
-    for key, rows in contents.groupby(["stack", "layer"], sort=False):
+    for key, rows in contents.groupby(["stack", "layer"]):
         steps = [int(step) for step in rows["step"]]
         sketches = np.stack([np.asarray(sketch, dtype=float) for sketch in rows["sketch"]])
         for before, after, distances in _excursions(sketches, list(rows["digest"])):

@@ -78,16 +78,16 @@ def integrity_of(contents: pd.DataFrame, unknown: dict[int, str] | None = None, 
         unknown: Why the content of other steps is unknown, by step.
         unit: What a step counts.
     """
-    if contents["step"].nunique(dropna=False) < 2:
+    if contents["step"].nunique() < 2:
         steps = [None if pd.isna(step) else int(step) for step in contents["step"].unique()]
         return Integrity(checked=steps, unknown=unknown or {}, unit=unit)
-    contents = contents.sort_values(["step", "stack", "layer"], ignore_index=True)
+    contents = contents.sort_values(["step", "stack", "layer"])
     others = other_layers(contents, unit)
     excluded = [step for finding in others for step in finding.steps]
     alike = contents[~contents["step"].isin(excluded)]
     # NaN is content, but it has no distance.
     finite = alike["sketch"].map(lambda sketch: bool(np.isfinite(sketch).all())).astype(bool)
-    damaged = alike[~finite].groupby(["stack", "layer"], sort=False)["step"].apply(list)
+    damaged = alike[~finite].groupby(["stack", "layer"])["step"].apply(list)
     identical = identical_checkpoints(contents, unit)
     return Integrity(
         checked=[int(step) for step in contents["step"].unique()],
