@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     LIMIT = 7
 class Settings:
     batch_tokens: int = 9
-    other: int
+    other: int = field(default=None, init=False)
 def f(x: "1 + 1", y=2, *, must, batch_tokens=11) -> int:
     if x < y and not x == 5:
         raise ValueError(f"{x + 1}")

@@ -481,7 +481,7 @@ def test_a_single_checkpoint_of_unknown_step_has_nothing_to_be_compared_with(tmp
 
 
 def contents_of(*layers: Sequence[Sequence[float]], digests: str = "") -> pd.DataFrame:
-    """The contents of a run, step by step, of the sketches of each layer; equal letters are equal digests."""
+    """The contents of a run, step by step, of the sketches of each layer; equal letters are digests of layer 0."""
     return pd.DataFrame(
         [
             {
@@ -490,7 +490,7 @@ def contents_of(*layers: Sequence[Sequence[float]], digests: str = "") -> pd.Dat
                 "stack": "",
                 "layer": layer,
                 "shapes": "W_QK 1 x 2 x 2",
-                "digest": digests[position] if digests else f"{layer} {position}",
+                "digest": digests[position] if digests and layer == 0 else f"{layer} {position}",
                 "sketch": sketch,
             }
             for layer, sketches in enumerate(layers)
@@ -523,9 +523,9 @@ def test_the_distances_are_of_the_layer_in_which_they_are_most_pronounced():
 
 
 def test_a_pair_around_another_pair_is_not_reported_twice():
-    """Steps 0 and 20 are identical, and step 40 is near both: only the pair of 20 and 40 is left."""
+    """Layer 0 is identical at steps 0 and 20, and near both at step 40: only the pair of 20 and 40 is left."""
     path = [(1.0, 0.0), (1.0, 90.0), (1.0, 0.0), (1.0, -90.0), (1.1, 0.0)]
-    audited = integrity_of(contents_of(path, digests="abacd"))
+    audited = integrity_of(contents_of(path, [(1.0, step) for step in range(5)], digests="abacd"))
     assert [finding.neighbours for finding in audited.findings if finding.kind == "distant_checkpoints"] == [(20, 40)]
 
 

@@ -45,9 +45,9 @@ class Mutant:
 def mutants(source: str) -> Iterator[Mutant]:
     """Yield a mutant for every comparison, arithmetic operation, number, negation and joint condition of a module.
 
-    Messages, annotations, what stands under `if TYPE_CHECKING`, whether `zip` is strict and the default of
-    `batch_tokens`, which is how much runs at once, are left alone, since no result depends on them. So are comparisons
-    with a device, since the tests run on one.
+    Messages, annotations, what stands under `if TYPE_CHECKING`, whether `zip` is strict, whether the field of a
+    dataclass is an argument, and the default of `batch_tokens`, which is how much runs at once, are left alone, since no
+    result depends on them. So are comparisons with a device, since the tests run on one.
     """
     tree = ast.parse(source)
     for node, fault, change, undo in list(_changes(tree)):
@@ -108,7 +108,7 @@ def _deciding(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr) or child in at_once:
                 continue
-            if isinstance(child, ast.keyword) and child.arg == "strict":
+            if isinstance(child, ast.keyword) and child.arg in ("strict", "init"):
                 continue
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 continue
