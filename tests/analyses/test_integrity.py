@@ -571,7 +571,7 @@ def test_one_of_two_checkpoints_may_be_unreadable(tmp_path):
 
 def test_a_wrong_call_is_refused_at_the_first_checkpoint(tmp_path):
     calls = []
-    with pytest.raises(CallError, match="model_step_0.safetensors: there is no family 'nothing'"):
+    with pytest.raises(CallError, match=r"model_step_0.safetensors: there is no family 'nothing'"):
         audit(write(tmp_path / "run", walk(3)), family="nothing", progress=lambda *call: calls.append(call))
     assert calls == []
 

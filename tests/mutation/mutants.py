@@ -46,8 +46,8 @@ def mutants(source: str) -> Iterator[Mutant]:
     """Yield a mutant for every comparison, arithmetic operation, number, negation and joint condition of a module.
 
     Messages, annotations, what stands under `if TYPE_CHECKING`, whether `zip` is strict, whether the field of a
-    dataclass is an argument, and the default of `batch_tokens`, which is how much runs at once, are left alone, since no
-    result depends on them. So are comparisons with a device, since the tests run on one.
+    dataclass is an argument, and the default of `batch_tokens`, which is how much runs at once, are left alone, since
+    no result depends on them. So are comparisons with a device, since the tests run on one.
     """
     tree = ast.parse(source)
     for node, fault, change, undo in list(_changes(tree)):
