@@ -20,6 +20,8 @@ class Settings:
 def f(x: "1 + 1", y=2, *, must, batch_tokens=11) -> int:
     if x < y and not x == 5:
         raise ValueError(f"{x + 1}")
+    warn("of", stacklevel=3)
+    torch.manual_seed(13)
     return x * -y if x.device.type != "cpu" else y, zip(x, y, strict=True)
 '''
 

@@ -91,8 +91,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "analyses/studies/paper_setting.py": _tests("analyses", "comparison"),
     "analyses/studies/growth.py": _tests("analyses", "comparison", "training"),
     "probes/attention/batch.py": _tests("probes", "attention_probe", "attention_probe_sources"),
-    "probes/attention/measures.py": _tests("probes", "attention_probe", "attention_probe_sources"),
-    "probes/attention/rollout_mass.py": _tests("probes", "attention_probe", "attention_probe_sources"),
+    "probes/attention/measures.py": _tests(
+        "probes", "attention_measures", "attention_probe", "attention_probe_sources"
+    ),
+    "probes/attention/rollout_mass.py": _tests("probes", "attention_measures", "attention_probe"),
     "probes/attention/tables.py": _tests("probes", "attention_probe", "attention_probe_sources"),
     "probes/maps/masks.py": _tests("probes", "attention_probe", "attention_probe_sources"),
     "probes/rates/circuit_rates.py": _tests("probes", "circuit_rates", "circuit_rates_hooks"),
