@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
-from typing import TypeVar
+from itertools import count, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
     """Run a job on parts of range(length) in parallel threads: job(start, stop).
 
     Products of many small matrices gain more from one thread for every few matrices than from threads within each
-    product. The thread counts of numpy and torch are set to one during the work, numpy's for the whole process.
+    product. The thread counts of numpy and torch are set to one during the work, numpy's for the whole process. When a
+    part fails, the others are waited for.
 
     Args:
         job: Called with the start and stop of each part, in a thread of its own.
@@ -44,7 +45,13 @@ def in_threads(job: Callable[[int, int], Result], length: int) -> list[Result]:
         if parts == 1:
             return [job(0, length)]
         with _workers(threads, 1) as workers:
-            return list(workers.map(job, bounds[:-1], bounds[1:]))
+            futures = []
+            try:
+                futures += [workers.submit(job, *part) for part in pairwise(bounds)]
+                _wait_for(futures)
+            finally:
+                wait(futures)
+            return [future.result() for future in futures]
 
 
 def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -101,7 +108,7 @@ def side_by_side(job: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     return [results[index] for index in range(len(results))]
 
 
-def _wait_for(futures: list[Future[None]]) -> None:
+def _wait_for(futures: list[Future[Any]]) -> None:
     """Wait until all futures are done, or until one failed, and raise its error.
 
     An interrupt that arrives just before Python begins to wait for a lock is only noticed when the wait ends. The

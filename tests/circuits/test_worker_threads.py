@@ -32,6 +32,24 @@ def numpy_threads() -> list[int]:
     return [library["num_threads"] for library in ThreadpoolController().select(user_api="blas").info()]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_when_a_part_fails_the_others_are_waited_for(two_threads, failing):
+    has_failed, ended = threading.Event(), []
+
+    def job(start, stop):
+        if start == failing:
+            has_failed.set()
+            raise ValueError("this part fails")
+        has_failed.wait()
+        # Long enough for a caller that does not wait to be seen to go on.
+        time.sleep(0.3)
+        ended.append(numpy_threads())
+
+    with pytest.raises(ValueError, match="this part fails"):
+        in_threads(job, 2)
+    assert [set(numbers) for numbers in ended] == [{1}]
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_the_parts_are_the_whole_in_order(two_threads, count):
     parts = in_threads(lambda start, stop: list(range(start, stop)), count)
