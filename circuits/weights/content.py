@@ -136,8 +136,8 @@ def _sketched(values: Tensor, flips: Iterator[float]) -> Float64[Tensor, " group
 @cache
 def _signs() -> Tensor:
     """Signs that are the same on every machine: numpy promises the stream of its bit generators, not of its draws."""
-    bits = np.unpackbits(np.random.PCG64(251).random_raw(_ROWS * SKETCH_SIZE // 64 + 1).view(np.uint8))
-    return torch.from_numpy(bits[: _ROWS * SKETCH_SIZE].astype(np.float32) * 2 - 1).view(_ROWS, SKETCH_SIZE)
+    bits = np.unpackbits(np.random.PCG64(251).random_raw(_ROWS * SKETCH_SIZE // 64).view(np.uint8))
+    return torch.from_numpy(bits.astype(np.float32) * 2 - 1).view(_ROWS, SKETCH_SIZE)
 
 
 def _flips(position: int) -> Iterator[float]:

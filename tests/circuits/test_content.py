@@ -156,6 +156,45 @@ def test_a_difference_of_rank_one_in_a_few_columns_is_estimated_as_well(d_head):
     assert np.mean(ratios) == pytest.approx(1, abs=0.35 if d_head == 251 else 0.2)
 
 
+def plain_sketch(layer: AttentionWeights, names=("W_Q", "W_K", "W_V", "W_O")) -> np.ndarray:
+    """Entry n of a tensor's matrix times sign n, and times one more sign for every 1024 * 251 of them, in 251 groups.
+
+    Each matrix goes on in the group that comes after the last one's.
+    """
+    period = 1024 * 251
+    words = np.random.PCG64(251).random_raw(period // 64)
+    # The bits of a word from its lowest byte on, and from the highest bit of each byte on.
+    signs = np.array(
+        [[(int(word) >> (8 * byte + bit)) & 1 for byte in range(8) for bit in range(7, -1, -1)] for word in words]
+    )
+    signs = 2.0 * signs.flatten() - 1
+    total, before = np.zeros(251), 0
+    for position, name in enumerate(names):
+        stream = np.random.PCG64([251, position])
+        for matrix in getattr(layer, name).double().numpy():
+            values = matrix.flatten()
+            numbers = np.arange(len(values))
+            more = np.array([1.0 if stream.random_raw() % 2 else -1.0 for _ in range(0, len(values), period)])
+            signed = values * signs[numbers % period] * more[numbers // period]
+            np.add.at(total, (numbers + before) % 251, signed)
+            before += len(values)
+    return total
+
+
+@pytest.mark.parametrize("shape", [{}, {"heads": 2, "d_model": 1030, "d_head": 700}])
+def test_a_sketch_is_that_of_its_formula(shape):
+    """Stores hold sketches, so later versions have to compute the same ones."""
+    layer = weights(**shape)
+    np.testing.assert_allclose(layer_content(layer).sketch, plain_sketch(layer), rtol=1e-9, atol=1e-9)
+
+
+def test_biases_are_in_the_hash_and_not_in_the_sketch():
+    plain, biased = layer_content(weights()), layer_content(weights(b_Q=torch.ones(4, 16)))
+    assert torch.equal(plain.sketch, biased.sketch)
+    assert plain.digest != biased.digest
+    assert plain.shapes == biased.shapes == "W_Q 4 x 64 x 16, W_K 4 x 64 x 16, W_V 4 x 64 x 16, W_O 4 x 16 x 64"
+
+
 def test_a_small_difference_keeps_its_digits():
     one = converted(weights(), torch.float64)
     two = converted(one, torch.float64)

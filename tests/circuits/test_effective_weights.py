@@ -120,3 +120,44 @@ def test_names_that_only_look_like_parts_stay(tmp_path):
     }
     torch.save(saved, tmp_path / "a.pt")
     assert set(effective(open_weights(tmp_path / "a.pt")).shapes) == set(saved)
+
+
+@pytest.mark.parametrize(
+    ("size", "direction", "are_parts"),
+    [
+        ((3, 1), (3, 4), True),
+        ((1, 4), (3, 4), True),
+        ((), (3, 4), True),
+        ((1, 1, 1), (1, 1, 4), True),
+        # A norm is kept along one dimension at most.
+        ((3, 4, 1), (3, 4, 5), False),
+        ((2, 4, 1), (2, 4, 5), False),
+        ((1, 4), (1, 4), False),
+        ((3,), (3, 4), False),
+        ((2, 1), (3, 4), False),
+    ],
+)
+def test_parts_are_known_by_their_shapes(tmp_path, size, direction, are_parts):
+    torch.save({"a.weight_g": torch.ones(size), "a.weight_v": torch.ones(direction)}, tmp_path / "a.pt")
+    found = dict(effective(open_weights(tmp_path / "a.pt")).shapes)
+    assert found == ({"a.weight": direction} if are_parts else {"a.weight_g": size, "a.weight_v": direction})
+
+
+def test_the_norm_is_over_the_dimensions_that_are_not_kept(tmp_path):
+    g, v = torch.tensor([[2.0], [5.0]]), torch.tensor([[3.0, 4.0], [5.0, 12.0]])
+    mask, original = torch.tensor([[1.0, 0.0]]), torch.tensor([[7.0, 8.0]])
+    saved = {"a.weight_g": g, "a.weight_v": v, "b.weight_mask": mask, "b.weight_orig": original, "c": torch.ones(2)}
+    torch.save(saved, tmp_path / "a.pt")
+    read = effective(open_weights(tmp_path / "a.pt")).read(["c", "a.weight", "b.weight"])
+    torch.testing.assert_close(read["a.weight"], torch.tensor([[1.2, 1.6], [25 / 13, 60 / 13]]), rtol=1e-7, atol=0)
+    assert read["b.weight"].tolist() == [[7, 0]]
+    assert read["c"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"a.weight": torch.ones(3, 4), "a.weight_v": torch.ones(3, 4)}], ids=["no direction", "whole weight"]
+)
+def test_a_size_alone_and_one_beside_the_whole_weight_stay(tmp_path, more):
+    saved = {"a.weight_g": torch.ones(3, 1)} | more
+    torch.save(saved, tmp_path / "a.pt")
+    assert set(effective(open_weights(tmp_path / "a.pt")).shapes) == set(saved)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from qkov.circuits import QkovError, open_checkpoint, open_model
-from safetensors.torch import save_file
+from qkov.circuits.checkpoints.quantised import other_form
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .family_proof import small
@@ -171,6 +172,83 @@ def test_zero_points_and_two_scales_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, lambda weight: (weight.to(torch.int32), torch.ones(1), weight), "weight_scale")
     with pytest.raises(QkovError, match="int32 numbers, in which several numbers may be packed"):
         list(open_checkpoint(tmp_path).layers())
+
+
+def test_blocks_of_one_row(tmp_path: Path) -> None:
+    config = {"quantization_config": {"weight_block_size": [1, 5]}}
+    assert_values(tmp_path, saved(tmp_path, lambda weight: per_block(weight, 1, 5), "weight_scale", config=config))
+
+
+@pytest.mark.parametrize("size", [12, [], [0, 5], [12, -5], [12.0, 5], ["12", "5"], {"rows": 12}])
+def test_a_block_size_that_is_none_is_not_used(size: Any, tmp_path: Path) -> None:
+    saved(tmp_path, per_block, "weight_scale", config={"quantization_config": {"weight_block_size": size}})
+    with pytest.raises(QkovError, match=r"has shape \(3, 7\), and no weight_block_size in a config says to what"):
+        list(open_checkpoint(tmp_path).layers())
+
+
+def test_blocks_of_another_number_of_dimensions_are_refused(tmp_path: Path) -> None:
+    def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return weight.to(FP8), torch.ones(math.ceil(weight.shape[0] / 12)), weight
+
+    saved(tmp_path, quantise, "weight_scale", config={"quantization_config": {"weight_block_size": [12]}})
+    with pytest.raises(QkovError, match=r"has shape \(3,\), where blocks of 12 need \(3,\)"):
+        list(open_checkpoint(tmp_path).layers())
+
+
+def test_a_compression_config_states_the_block_size_as_well(tmp_path: Path) -> None:
+    config = {"compression_config": {"weight_block_size": [12, 5]}}
+    assert_values(tmp_path, saved(tmp_path, per_block, "weight_scale", config=config))
+
+
+def test_scales_of_integers_and_scales_beside_whole_weights_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, lambda weight: (weight.to(FP8), torch.ones(1, dtype=torch.int32), weight), "weight_scale")
+    with pytest.raises(QkovError, match="weight_scale holds int32 numbers, where floating-point numbers are read"):
+        list(open_checkpoint(tmp_path).layers())
+    saved(tmp_path, lambda weight: (weight.to(torch.bfloat16), torch.ones(1), weight), "weight_scale")
+    with pytest.raises(QkovError, match=r"has scales beside it \(.*weight_scale\) but holds bfloat16 numbers"):
+        list(open_checkpoint(tmp_path).layers())
+
+
+def test_parts_of_bitsandbytes_go_with_integers_and_rows_alone(tmp_path: Path) -> None:
+    def rows_of(stored: Tensor, largest: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        return lambda weight: (stored.expand(weight.shape).clone(), largest.clone(), weight)
+
+    byte = torch.ones(1, 1, dtype=torch.int8)
+    saved(tmp_path, rows_of(byte, torch.ones(5)), "SCB")
+    with pytest.raises(QkovError, match="in a format of bitsandbytes whose rows are not in order"):
+        list(open_checkpoint(tmp_path).layers())
+    saved(tmp_path, rows_of(byte.to(FP8), torch.ones(32)), "SCB")
+    with pytest.raises(QkovError, match="holds float8_e4m3fn numbers, and no scale is beside it"):
+        list(open_checkpoint(tmp_path).layers())
+    saved(tmp_path, integers, "weight_scale", lambda module: {f"{module}SCB": torch.ones(32)})
+    with pytest.raises(QkovError, match="holds int8 numbers, and several scales are beside it"):
+        list(open_checkpoint(tmp_path).layers())
+
+
+def test_bitsandbytes_whose_format_is_not_stated_has_its_rows_in_order(tmp_path: Path) -> None:
+    def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        largest = weight.abs().amax(dim=1)
+        stored = (weight * 127 / largest[:, None]).round().to(torch.int8)
+        return stored, largest, stored.double() * largest.double()[:, None] / 127
+
+    assert_values(tmp_path, saved(tmp_path, quantise, "SCB"))
+
+
+def test_metadata_that_speaks_of_quantisation_asks_for_a_scale(tmp_path: Path) -> None:
+    saved(tmp_path, only_cast, "input_scale")
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path), path, metadata={"Quantization": "fp8"})
+    with pytest.raises(QkovError, match=r"no scale is beside it \(the file's metadata has Quantization\)"):
+        list(open_checkpoint(tmp_path).layers())
+
+
+def test_another_form_is_looked_for_under_the_names_that_are_asked_for():
+    names = ["a.attn.weight", "a.mlp.qweight", "b.mlp.qweight.more"]
+    assert other_form(names, "attn") is None
+    found = other_form(names)
+    assert found is not None
+    assert "such as a.mlp.qweight;" in found
+    assert other_form(names, "mlp") == found
 
 
 def only_cast(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
