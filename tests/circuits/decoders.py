@@ -215,7 +215,7 @@ FAMILIES = [
         original_max_position_embeddings=16,
         rope_theta=1e4,
         rope_scaling={
-            "rope_type": "longrope",
+            "type": "longrope",
             "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
             "long_factor": [9.0] * 6,
         },
