@@ -122,9 +122,10 @@ def _sides(circuit: Circuit) -> tuple[_Side, _Side]:
     With T'T = left'left, T right has the norm of C, also after both are multiplied by the same matrix from the right.
     """
     triangles = circuit.reduction()
-    if circuit.right is None or triangles.right is None:
+    if circuit.right is None:
         matrix = upcast(circuit.left)
         return _normalized(matrix), _normalized(matrix.mT)
+    assert triangles.right is not None
     columns = multiply(_rotated(triangles.left), circuit.right)
     rows = multiply(_rotated(triangles.right.mT), circuit.left.mT)
     return _normalized(columns), _normalized(rows)

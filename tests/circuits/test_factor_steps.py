@@ -248,3 +248,17 @@ def test_a_factor_without_gradient_takes_no_part_in_the_exact_step():
         exact = exact_step_of(circuit, Circuit(of_left, of_right))
         torch.testing.assert_close(exact.dense(), wanted, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(exact.frobenius_norm(), torch.linalg.matrix_norm(wanted))
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e5])
+def test_both_products_of_the_exact_step_have_factors_of_equal_norm(size):
+    """So the norm of their sum needs no QR decomposition."""
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    exact = exact_step_of(Circuit(size * A, B), Circuit(G_A, 1e-4 * G_B))
+    assert exact.right is not None
+    lefts, rights = exact.left.split(4, dim=-1), exact.right.split(4, dim=-2)
+    for left, right in zip(lefts, rights, strict=True):
+        torch.testing.assert_close(torch.linalg.matrix_norm(left), torch.linalg.matrix_norm(right), rtol=1e-13, atol=0)
+    for left, right, wanted in zip(lefts, rights, (1e-4 * size * A @ G_B, G_A @ B), strict=True):
+        torch.testing.assert_close(left @ right, wanted, rtol=1e-12, atol=1e-13 * float(wanted.norm()))

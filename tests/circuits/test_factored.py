@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import CallError, Circuit
-from qkov.circuits.algebra.products import difference_factors
+from qkov.circuits.algebra.products import difference_factors, multiply
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -203,6 +204,34 @@ def test_the_product_is_never_formed() -> None:
     assert circuit.frobenius_norm().item() == pytest.approx(82**0.5, rel=1e-12)
     assert circuit.inner(difference).item() == pytest.approx(1, rel=1e-12)
     np.testing.assert_allclose(difference.singular_values(), [1, 0, 0], rtol=0, atol=1e-14)
+
+
+class Products(TorchDispatchMode):
+    """Notes how many entries each product of matrices has on either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+            self.sizes.append((args[0].numel(), args[1].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "products"), [((300, 64, 64), 3), ((300, 64, 16), 3), ((256, 64, 64), 2), ((3, 1024, 1024), 3)]
+)
+def test_narrow_factors_are_converted_half_a_million_entries_at_a_time(shape: Any, products: int) -> None:
+    """Half a million is 2^19, or 128 matrices of 64 x 64; a matrix with more entries is converted by itself."""
+    matrices, rows, inner = shape
+    first, second = random(*shape), random(matrices, inner, rows, seed=1)
+    with Products() as watched:
+        found = multiply(first, second)
+    np.testing.assert_allclose(found, first.double().numpy() @ second.double().numpy(), rtol=1e-12, atol=1e-12)
+    several = [size for size in watched.sizes if max(size) > rows * inner]
+    assert all(max(size) <= 2**19 for size in several)
+    assert len(watched.sizes) == (products if inner > 16 else 1)
 
 
 def test_import_is_light() -> None:
