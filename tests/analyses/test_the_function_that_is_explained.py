@@ -132,7 +132,7 @@ def test_mode_and_attention_stay_after_success_and_after_an_error(training):
     modes = [module.training for module in model.modules()]
     adapted = load_model(model)
     predictions(adapted, [Example(tuple(IDS[0].tolist()))])
-    expected = "evaluation, although the model itself is in training mode"
+    expected = "evaluation, without dropout, although the model itself is in training mode"
     assert adapted.mode == expected
     model.model.layers[1].self_attn.forward = None
     with pytest.raises(TypeError):
@@ -162,7 +162,7 @@ def test_classes_have_the_names_of_the_config():
     assert explanation.examples["right_answer"].tolist() == ["plain", "noble"] * 2
     assert set(explanation.examples["answer"]) <= {"plain", "noble"}
     assert explanation.description["task"]["classes"] == ["plain", "noble"]
-    assert explanation.description["model"]["mode"] == "evaluation"
+    assert explanation.description["model"]["mode"] == "evaluation, without dropout"
 
 
 def test_labels_are_matched_by_name_where_model_and_task_name_the_same_classes():

@@ -9,10 +9,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from qkov.analyses.attention import ExplanationSettings, Rollout, explain, read_explanation, write_explanation
+from qkov.analyses.attention import (
+    ExplanationSettings,
+    Rollout,
+    explain,
+    load_model,
+    read_explanation,
+    write_explanation,
+)
 from qkov.analyses.attention.explanation import explanation as explanation_module
 from qkov.analyses.dynamics import Setting, exact_population
-from qkov.analyses.tasks import Task
+from qkov.analyses.tasks import Example, Task
 from qkov.circuits import AttentionWeights
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.reports.commands.explain_options import ExplainOptions, task_options
@@ -120,6 +127,28 @@ def test_a_report_states_settings_that_the_command_line_does_not_have(tmp_path, 
     page = (tmp_path / "page.html").read_text()
     assert "50 %, 25 %, 0 % of the identity" in page
     assert "Only layers 1, 2 take part. Of each query&#39;s keys, at most 20 % are dropped" in page
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_report_says_the_mode_and_that_dropout_was_not_active(training, tmp_path, capsys):
+    model = CLASSIFIERS[0].build().train(training)
+    examples = [Example((8 + k, 9, 10, 11), label=k % 2, relevant=((True, False, False, False),)) for k in range(4)]
+    task = Task(name="toy", examples=tuple(examples), relevant="the first token", classes=("a", "b"))
+    settings = ExplanationSettings(methods=("rollout", "random"), draws=1, resamples=50)
+    write_explanation(explain(load_model(model), task, settings), tmp_path)
+    assert model.training is training
+    described = json.loads((tmp_path / "explanation.json").read_text())
+    assert described["model"]["mode"].startswith("evaluation, without dropout")
+    page = tmp_path / "page.html"
+    assert run(["report", str(tmp_path), "--out", str(page)]) == 0
+    also = ", although the model itself is in training mode" * training
+    assert f"<dt>mode</dt><dd>evaluation, without dropout{also}</dd>" in page.read_text()
+    # An explanation that was written before the mode was noted has none to state.
+    del described["model"]["mode"]
+    (tmp_path / "explanation.json").write_text(json.dumps(described))
+    assert run(["report", str(tmp_path), "--out", str(page)]) == 0
+    assert "<dt>mode</dt>" not in page.read_text()
+    capsys.readouterr()
 
 
 def test_the_page_says_the_figures_of_the_tables(explained):

@@ -118,10 +118,14 @@ class AttentionModel(ABC):
 
     @property
     def mode(self) -> str:
-        """The mode that the model is run in, in words; a model object that is in training mode stays in it."""
+        """The mode that the model is run in, and what its dropout does, in words.
+
+        A model object that is in training mode stays in it between calls.
+        """
         modules = getattr(self, "_model", None)
         is_training = isinstance(modules, nn.Module) and any(module.training for module in modules.modules())
-        return "evaluation, although the model itself is in training mode" if is_training else "evaluation"
+        ours = "evaluation, without dropout"
+        return f"{ours}, although the model itself is in training mode" if is_training else ours
 
     @abstractmethod
     def logits(
