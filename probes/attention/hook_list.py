@@ -1,7 +1,9 @@
 """A probe as a list of TransformerLens' hooks, which the user hands to the model together with hooks of their own."""
 
+import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,28 @@ from ..maps.forward import ForwardWatcher, on_call_within, watch_forward
 
 #: The name of a hook point, and the function that TransformerLens calls there as `function(value, hook=hook_point)`.
 Hook = tuple[str, Callable[..., None]]
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model that is in progress.
+
+    Attributes:
+        is_watched: Whether it was handed on as begun.
+        marked: The layers whose hook has run, and whose map has not been read yet.
+        has_read: Whether any map was read.
+    """
+
+    is_watched: bool
+    marked: set[LayerKey] = field(default_factory=set)
+    has_read: bool = False
+
+
+class _Calls(threading.local):
+    """The calls of the model that are in progress in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_Call] = []
 
 
 class HookList:
@@ -29,6 +53,7 @@ class HookList:
         source: MapSource,
         watcher: ForwardWatcher,
         receive: Receiver,
+        drop: Callable[[], None],
         stands_by: Callable[[], bool],
     ) -> None:
         """Begin to watch the model.
@@ -38,11 +63,12 @@ class HookList:
             source: The source of its maps, with hook points.
             watcher: What is called when a forward begins and ends.
             receive: Takes the maps.
+            drop: Called at the end of a call that does not count.
             stands_by: Returns whether something else reads the maps of this call.
         """
-        self._source, self._watcher, self._receive, self._stands_by = source, watcher, receive, stands_by
-        self._marked: set[LayerKey] = set()
-        self._has_read = False
+        self._source, self._watcher, self._receive = source, watcher, receive
+        self._drop, self._stands_by = drop, stands_by
+        self._calls = _Calls()
         ends: list[Callable[[], None]] = []
         weakref.finalize(self, _end_all, ends).atexit = False
         # What watches the model must not hold this object, which ends the watching when it is no longer used.
@@ -57,32 +83,37 @@ class HookList:
 
     def _mark(self, key: LayerKey, value: Tensor, hook: Any) -> None:
         del value, hook
-        self._marked.add(key)
+        if self._calls.open:
+            self._calls.open[-1].marked.add(key)
 
     def _begin(self, arguments: dict[str, Any]) -> None:
-        self._clear()
-        if not self._stands_by():
+        call = _Call(is_watched=not self._stands_by())
+        self._calls.open.append(call)
+        if call.is_watched:
             self._watcher.begin(arguments)
 
     def _take(self, layer_map: LayerMap | LayerRows) -> None:
-        if layer_map.key in self._marked and not self._stands_by():
-            self._marked.discard(layer_map.key)
-            self._has_read = True
+        call = self._calls.open[-1] if self._calls.open else None
+        if call is not None and call.is_watched and layer_map.key in call.marked:
+            call.marked.discard(layer_map.key)
+            call.has_read = True
             self._receive(layer_map)
 
     def _end(self, arguments: dict[str, Any], output: Any) -> None:
-        if self._has_read:
+        call = self._calls.open.pop()
+        if call.is_watched and call.has_read:
             self._watcher.end(arguments, output)
-        self._abandon()
+        elif call.is_watched:
+            self._drop()
 
     def _abandon(self) -> None:
-        self._clear()
-        if not self._stands_by():
+        if not self._calls.open:
+            return
+        call = self._calls.open.pop()
+        if call.is_watched and (call.has_read or call.marked):
             self._watcher.abandon()
-
-    def _clear(self) -> None:
-        self._marked.clear()
-        self._has_read = False
+        elif call.is_watched:
+            self._drop()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -35,7 +35,9 @@ def message_page(name: str, message: str) -> str:
     return _TEMPLATE.render(name=name, words=message, figure="", table="")
 
 
-def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure, mode: str = "") -> str:
+def page(
+    name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure, mode: str = "", left_out: str = ""
+) -> str:
     """Return a fragment of HTML that needs no other file.
 
     Args:
@@ -44,9 +46,12 @@ def page(name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure,
         examples: One row for each example, as `AttentionProbe.examples` returns it.
         figure: The drawing of the table.
         mode: The mode that the model ran in, in words.
+        left_out: The calls that were left out and why, in words.
     """
     count = "1 example" if len(examples) == 1 else f"{len(examples)} examples"
     parts = [f"{count}, {int(examples['tokens'].sum())} tokens"] if len(examples) else []
+    if left_out:
+        parts.append(f"partial: {left_out}")
     if mode:
         parts.append(mode)
     without = int((examples["relevant"].astype(float) == 0).sum())

@@ -1,8 +1,8 @@
 """The attention of a live model, measured while it runs, in a context around a notebook's or training loop's calls."""
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from ..maps.forward import ForwardWatcher, on_call_within, watch_forward
 from ..maps.masks import Readout, TokenMask, TokenMasks
 from ..maps.selection import HeadKey, selected_heads
 from .batch import BatchSettings, ExampleValues, HeadSums, WatchedBatch
+from .calls_in_progress import CallsInProgress, OpenCall
 from .hook_list import Hook, HookList
 from .tables import example_table, head_rows, head_table
 
@@ -130,9 +131,8 @@ class AttentionProbe:
         )
         self.tokens = tokens
         self._ends: list[Callable[[], None]] = []
-        self._batch: WatchedBatch | None = None
-        self._held: AbstractContextManager[None] | None = None
-        self._is_apart = False
+        self._calls = CallsInProgress()
+        self._adding = threading.Lock()
         self._hooks: weakref.ref[HookList] | None = None
         self.reset()
 
@@ -161,6 +161,7 @@ class AttentionProbe:
         self._examples: list[ExampleValues] = []
         self._maps: dict[HeadKey, list[Tensor]] = {}
         self._strays = 0
+        self._calls.forget()
 
     def __enter__(self) -> "AttentionProbe":
         """Start watching the model.
@@ -174,12 +175,12 @@ class AttentionProbe:
             # One by one, so that an interrupt in between leaves no hook behind.
             for end in self._source.attach(self._take, on_call=on_call_within(self._model)):
                 self._ends.append(end)
-            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
+            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._calls.fail)
             self._ends.append(watch_forward(self._model, watcher))
             part = self._source.called_apart()
             if part is not None:
                 apart = ForwardWatcher(
-                    self._begin_apart, lambda _arguments, _output: self._end_apart(), self._abandon_apart
+                    self._begin_apart, lambda _arguments, _output: self._end_apart(), self._fail_apart
                 )
                 self._ends.append(watch_forward(part, apart))
         except BaseException:
@@ -219,14 +220,16 @@ class AttentionProbe:
             )
         hooks = None if self._hooks is None else self._hooks()
         if hooks is None:
-            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._abandon)
-            hooks = HookList(self._model, self._source, watcher, self._take, lambda: bool(self._ends))
+            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._calls.fail)
+            hooks = HookList(self._model, self._source, watcher, self._take, self._calls.drop, lambda: bool(self._ends))
             self._hooks = weakref.ref(hooks)
         return hooks.hooks()
 
     def table(self) -> pd.DataFrame:
-        """Return a row for each head: stack (if there are several), layer, head, queries, measures, finite, mode, hook.
+        """Return a row for each head: stack, layer, head, queries, measures, finite, partial, mode, hook.
 
+        `stack` is there if there are several. `partial` is there if calls were left out, because they ended by an
+        error, ran at once in several threads, or had another call of the model inside; it says how many, in words.
         `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. `hook` is there in
         models with TransformerLens' hooks, and is the name of the hook point that the layer's map passes. Measures are
         means over `queries` queries; NaN if there was nothing to average, as for `relevant` where no example has a
@@ -237,7 +240,7 @@ class AttentionProbe:
         """
         self._demand_calls()
         sums = {key: self._sums[key] for key in self._source.keys if key in self._sums}
-        return head_table(sums, self._modes, self._source.hook_points)
+        return head_table(sums, self._modes, self._source.hook_points, self._calls.in_words())
 
     def examples(self, *, by_head: bool = False) -> pd.DataFrame:
         """Return a row for each example, in the order in which they came.
@@ -298,7 +301,9 @@ class AttentionProbe:
         from .page import message_page, page
 
         try:
-            return page(self.name, self.table(), self.examples(), self.figure(), self._mode_in_words())
+            return page(
+                self.name, self.table(), self.examples(), self.figure(), self._mode_in_words(), self._calls.in_words()
+            )
         except CallError as error:
             return message_page(self.name, str(error))
 
@@ -310,24 +315,32 @@ class AttentionProbe:
         """Return the watched model's name, its number of layers and the number of examples seen."""
         examples = sum(len(call.tokens) for call in self._examples)
         layers = len(self._source.keys)
-        return f"AttentionProbe({self._source.name}, {layers} layers, {examples} examples)"
+        partial = self._calls.in_words()
+        said = f"; partial: {partial}" if partial else ""
+        return f"AttentionProbe({self._source.name}, {layers} layers, {examples} examples{said})"
 
     @property
     def name(self) -> str:
         """The name of the model."""
         return self._source.name
 
-    def _begin(self, arguments: dict[str, Any]) -> None:
-        self._abandon()
-        self._held = self._source.during()
-        self._held.__enter__()
-        self._batch = WatchedBatch(self._settings, self._source, arguments)
+    def _begin(self, arguments: dict[str, Any], *, is_apart: bool = False) -> None:
+        batch = WatchedBatch(self._settings, self._source, arguments)
+        self._calls.begin(OpenCall(batch, self._source.during(), is_apart))
 
     def _end(self) -> None:
-        batch = self._batch
+        batch = self._calls.end()
         if batch is None:
             return
-        examples = batch.finish()
+        try:
+            examples = batch.finish()
+        except BaseException:
+            self._calls.note_failure()
+            raise
+        with self._adding:
+            self._add(batch, examples)
+
+    def _add(self, batch: WatchedBatch, examples: ExampleValues | None) -> None:
         sums = dict(self._sums)
         for key, by_name in batch.sums.items():
             before = sums.get(key, {})
@@ -341,33 +354,28 @@ class AttentionProbe:
         if examples is not None:
             self._examples.append(examples)
         self._sums = sums
-        self._abandon()
 
     def _begin_apart(self, arguments: dict[str, Any]) -> None:
         # Inside a call of the model, the part belongs to that call.
-        if self._batch is None:
-            self._begin(arguments)
-            self._is_apart = True
+        if self._calls.current() is None:
+            self._begin(arguments, is_apart=True)
 
     def _end_apart(self) -> None:
-        if self._is_apart:
+        call = self._calls.current()
+        if call is not None and call.is_apart:
             self._end()
 
-    def _abandon_apart(self) -> None:
-        if self._is_apart:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        self._batch, self._is_apart = None, False
-        if self._held is not None:
-            self._held.__exit__(None, None, None)
-            self._held = None
+    def _fail_apart(self) -> None:
+        call = self._calls.current()
+        if call is not None and call.is_apart:
+            self._calls.fail()
 
     def _take(self, layer_map: LayerMap | LayerRows) -> None:
-        if self._batch is None:
+        call = self._calls.current()
+        if call is None:
             self._strays += 1
-        else:
-            self._batch.take(layer_map)
+        elif call.left_out is None:
+            call.batch.take(layer_map)
 
     def _stop(self) -> None:
         try:
@@ -377,7 +385,7 @@ class AttentionProbe:
             self._end_all()
 
     def _end_all(self) -> None:
-        self._abandon()
+        self._calls.stop()
         while self._ends:
             self._ends[-1]()
             self._ends.pop()
@@ -385,5 +393,6 @@ class AttentionProbe:
     def _demand_calls(self) -> None:
         if self._sums:
             return
-        strays = f"; {self._strays} maps came from calls of its parts alone" if self._strays else ""
-        raise CallError(f"nothing was measured; call {self._source.name} inside `with probe:`{strays}")
+        strays = f"{self._strays} maps came from calls of its parts alone" if self._strays else ""
+        others = "".join(f"; {words}" for words in (self._calls.in_words(), strays) if words)
+        raise CallError(f"nothing was measured; call {self._source.name} inside `with probe:`{others}")

@@ -29,13 +29,15 @@ def head_table(
     sums: Mapping[LayerKey, Mapping[str, HeadSums]],
     modes: Mapping[LayerKey, Sequence[str]],
     hook_points: Mapping[LayerKey, str],
+    left_out: str,
 ) -> pd.DataFrame:
-    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite, mode, hook.
+    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite, partial, mode, hook.
 
     Args:
         sums: The sums by layer and measure; `queries` holds the number of queries.
         modes: The modes that each layer ran in; without any other than evaluation there is no column for them.
         hook_points: The names of the hook points of the layers; without any there is no column for them.
+        left_out: The calls that were left out and why, in words; if it is empty there is no column `partial`.
     """
     parts = []
     for (stack, layer), by_name in sums.items():
@@ -52,6 +54,7 @@ def head_table(
                     "queries": by_name["queries"].total.numpy().astype(int),
                     **means,
                     "finite": np.logical_and.reduce(finite) if finite else np.ones(heads, dtype=bool),
+                    "partial": left_out,
                     "mode": "; ".join(modes.get((stack, layer), [EVALUATION])),
                     "hook": hook_points.get((stack, layer)),
                 }
@@ -59,6 +62,8 @@ def head_table(
         )
     table = pd.concat(parts, ignore_index=True)
     ordered = ["stack", "layer", "head", "queries", *(name for name in COLUMNS if name in table), "finite"]
+    if left_out:
+        ordered.append("partial")
     if (table["mode"] != EVALUATION).any():
         ordered.append("mode")
     if hook_points:
