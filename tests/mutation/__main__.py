@@ -35,14 +35,14 @@ def main() -> int:
     results: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
-        orders: dict[tuple[str, ...], Order] = {}
+        order = Order()
         passing: set[str] = set()
         for module, mutant in chosen(random.Random(arguments.seed), arguments.only):
             if time.monotonic() > stop:
                 break
             tests = (*TARGETS[module], *(f"--deselect={test}" for test in LEFT_OUT))
             with copy.holding(module, mutant.source):
-                outcome, failed = copy.outcome(tests, orders.setdefault(tests, Order()), arguments.timeout)
+                outcome, failed = copy.outcome(tests, order, arguments.timeout)
             if outcome == "failed":
                 # A test that also fails without the fault has not noticed it.
                 wanted = failed or [*tests, "--collect-only"]

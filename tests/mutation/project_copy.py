@@ -32,10 +32,10 @@ _KEPT_IMPORTED = (
 
 @dataclass
 class Order:
-    """What is known about the tests of a module: those that killed a mutant run first, then the quick ones.
+    """What is known about the tests: those that killed a mutant run first, then the quick ones.
 
     Attributes:
-        seconds: how long each test took the last time.
+        seconds: how long each test took the last time, with what had to be made for it.
         killers: the tests that noticed a fault.
         failed: the tests that failed in this run.
     """
@@ -50,8 +50,9 @@ class Order:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Remember how long a test took, and whether it failed (pytest calls this)."""
-        if report.when == "call":
-            self.seconds[report.nodeid] = report.duration
+        if report.when == "setup":
+            self.seconds[report.nodeid] = 0
+        self.seconds[report.nodeid] += report.duration
         if report.failed:
             self.failed.append(report.nodeid)
 

@@ -100,7 +100,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/rates/circuit_rates.py": _tests("probes", "circuit_rates", "circuit_rates_hooks"),
     "probes/rates/entries.py": _tests("probes", "circuit_rates", "circuit_parameter_groups"),
     "probes/rates/parameter_groups.py": _tests("probes", "circuit_parameter_groups"),
-    "probes/rates/proportional_steps.py": _tests("probes", "circuit_rates", "circuit_rates_hooks"),
+    "probes/rates/proportional_steps.py": _tests("probes", "circuit_rates_hooks"),
     "probes/training/circuit_probe.py": _tests("probes", "circuit_probe", "circuit_probe_models"),
     "probes/training/model.py": _tests("probes", "circuit_probe", "circuit_probe_models"),
     "probes/training/run.py": _tests("probes", "circuit_probe", "circuit_probe_store"),
