@@ -226,6 +226,13 @@ def test_multipliers_that_are_none_are_refused(multiplier):
         circuit_parameter_groups(llama(), LR, 1.0, multiplier)
 
 
+def test_a_base_rate_of_zero_is_one_with_which_a_schedule_may_begin():
+    assert [group["lr"] for group in circuit_parameter_groups(llama(), 0.0)] == [0, 0, 0]
+    for rate in (-1e-3, float("inf")):
+        with pytest.raises(CallError, match="the base rate lr should be a finite number of at least 0, got"):
+            circuit_parameter_groups(llama(), rate)
+
+
 def test_what_has_no_attention_or_no_rate_is_refused():
     with pytest.raises(QkovError, match="are not recognised"):
         circuit_parameter_groups(nn.Linear(3, 3), LR)

@@ -142,6 +142,18 @@ def test_rows_are_what_the_weights_give():
         np.testing.assert_allclose(last["effective_ratio", name], ratio)
 
 
+def test_by_default_the_start_and_every_hundredth_step_are_logged():
+    model = Classifier()
+    probe = CircuitProbe(model)
+    stepping = torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(1, 202):
+        stepping.zero_grad()
+        loss_of(model, step).backward()
+        stepping.step()
+        probe.step()
+    assert list(probe.table()["step"].unique()) == [0, 100, 200]
+
+
 def test_a_loss_that_knows_the_factors_is_seen_by_their_gradients():
     model = Classifier()
     probe = CircuitProbe(model, every=1)

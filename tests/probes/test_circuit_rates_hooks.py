@@ -71,6 +71,16 @@ def test_steps_are_scaled_until_the_end_of_the_block():
     rates.remove()
 
 
+def test_by_default_qk_learns_at_thirty_times_the_rate_and_its_biases_at_the_rate():
+    model = gpt2()
+    optimizer = sgd(model)
+    CircuitRates(optimizer, model)
+    bias = model.get_parameter(WEIGHT.replace("weight", "bias"))
+    before = bias.detach().clone()
+    assert_factor(moved(model, optimizer), 30.0)
+    torch.testing.assert_close(bias.detach(), before - LR * bias.grad, rtol=0, atol=1e-15)
+
+
 def test_hooks_are_gone_after_an_exception():
     model = gpt2()
     optimizer = sgd(model)
