@@ -25,14 +25,19 @@ class Example:
         continuations: token ids of each alternative that a language model chooses among; empty for a classifier.
         special: whether each token was added by the tokenizer or is read by the task itself. Such tokens are neither
             removed nor counted. Empty if there are none.
-        text: the text that was tokenized; empty if there is none.
-        spans: span of each token in the text; empty if there is no text.
+        text: the text that was tokenized, or the first of two; empty if there is none.
+        spans: span of each token in its text; empty if there is no text.
         id: id of the example in its source.
         group: name of the group by which tables may be split, such as the number of attractors.
         cut: number of relevant tokens lost when the text was cut to the model's context.
+        pair: the second text of a pair, such as the document to a question; None if there is only one text.
+        in_pair: whether each token, and so its span, is of the second text; empty if there is only one.
+        token_types: type of each token as the tokenizer gives it, such as 0 for the first text of a pair and 1 for the
+            second; empty if the model takes none, or chooses them itself.
 
     Raises:
-        CallError: there are no tokens, or a mask, `special` or `spans` has another length than the tokens.
+        CallError: there are no tokens; a mask, `special`, `spans`, `in_pair` or `token_types` has another length than
+            the tokens; or a token type is not a number from 0.
     """
 
     tokens: tuple[int, ...]
@@ -45,18 +50,27 @@ class Example:
     id: str = ""
     group: str = ""
     cut: int = 0
+    pair: str | None = None
+    in_pair: tuple[bool, ...] = ()
+    token_types: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse masks whose length differs from that of the tokens."""
         if not self.tokens:
             raise CallError(f"example {self.id or '(without id)'} has no tokens")
         masks = {f"relevance mask {number}": mask for number, mask in enumerate(self.relevant)}
-        for name, entries in (*masks.items(), ("special", self.special), ("spans", self.spans)):
+        of_tokens = {name: getattr(self, name) for name in ("special", "spans", "in_pair", "token_types")}
+        for name, entries in (masks | of_tokens).items():
             if (entries or name.startswith("relevance")) and len(entries) != len(self.tokens):
                 raise CallError(
                     f"{name} of example {self.id or '(without id)'} has length {len(entries)}; expected one entry for "
                     f"each of its {len(self.tokens)} tokens"
                 )
+        strange = next((kind for kind in self.token_types if not isinstance(kind, int) or kind < 0), None)
+        if strange is not None:
+            raise CallError(
+                f"a token type of example {self.id or '(without id)'} is {strange!r}; expected numbers from 0"
+            )
 
     @property
     def relevance(self) -> Float[Tensor, " token"] | None:
@@ -82,23 +96,29 @@ class Example:
             relevant=tuple(tuple(mask[position] for position in order) for mask in self.relevant),
             special=tuple(self.special[position] for position in order) if self.special else (),
             spans=tuple(self.spans[position] for position in order) if self.spans else (),
+            in_pair=tuple(self.in_pair[position] for position in order) if self.in_pair else (),
+            token_types=tuple(self.token_types[position] for position in order) if self.token_types else (),
         )
 
 
 @dataclass(frozen=True)
 class TextExample:
-    """A text with the spans that are relevant; `encode` turns it into an `Example`.
+    """A text, or a pair of texts, with the spans that are relevant; `encode` turns it into an `Example`.
 
     Attributes:
-        text: the text that the model is to read.
+        text: the text that the model is to read, or the first of two.
         label: the class, or the index of the right continuation; None if unknown.
-        relevant: the marked spans of characters, for each annotator.
+        relevant: the marked spans of characters in the text, for each annotator.
         continuations: the texts that a language model chooses among, including the space in front if there is one.
         id: id of the example in its source.
         group: name of the group by which tables may be split.
+        pair: the second text, which a tokenizer of pairs takes as `text_pair`; None if there is only one text.
+        pair_relevant: the marked spans of characters in the second text, for each annotator. If either of the two
+            texts has no list of annotators, they marked nothing there.
 
     Raises:
-        CallError: a span reaches beyond the text, or ends before it begins.
+        CallError: a span reaches beyond its text, or ends before it begins; the second text is marked and missing; or
+            the texts have different numbers of annotators.
     """
 
     text: str
@@ -107,15 +127,33 @@ class TextExample:
     continuations: tuple[str, ...] = ()
     id: str = ""
     group: str = ""
+    pair: str | None = None
+    pair_relevant: tuple[tuple[Span, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse spans that do not lie within the text."""
-        for start, end in (span for spans in self.relevant for span in spans):
-            if not 0 <= start <= end <= len(self.text):
-                raise CallError(
-                    f"span {start} to {end} of example {self.id or '(without id)'} does not lie within its text of "
-                    f"{len(self.text)} characters; expected 0 <= start <= end <= {len(self.text)}"
-                )
+        """Refuse spans that do not lie within their text, and marks that do not fit together."""
+        name = f"example {self.id or '(without id)'}"
+        if self.pair is None and self.pair_relevant:
+            raise CallError(f"{name} has marks in a second text and no second text; give it as pair")
+        counts = len(self.relevant), len(self.pair_relevant)
+        if all(counts) and counts[0] != counts[1]:
+            raise CallError(
+                f"{name} has marks of {counts[0]} annotators in its text and of {counts[1]} in the second; expected "
+                f"one list for each annotator in both"
+            )
+        parts = (("text", self.text, self.relevant), ("second text", self.pair or "", self.pair_relevant))
+        for which, text, annotators in parts:
+            for start, end in (span for spans in annotators for span in spans):
+                if not 0 <= start <= end <= len(text):
+                    raise CallError(
+                        f"span {start} to {end} of {name} does not lie within its {which} of {len(text)} characters; "
+                        f"expected 0 <= start <= end <= {len(text)}"
+                    )
+
+    @property
+    def annotators(self) -> int:
+        """The number of annotators who marked relevant spans in either text."""
+        return max(len(self.relevant), len(self.pair_relevant))
 
 
 @dataclass(frozen=True)

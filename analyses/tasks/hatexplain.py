@@ -27,7 +27,8 @@ def hatexplain(data: Path | str, split: str | None = None, limit: int | None = N
     """Return posts with the label that more than half of the annotators gave, and a mask for each rationale.
 
     Posts without a majority label, posts without words, and rationales whose length differs from their post's are left
-    out and counted; the posts of such rationales stay. Posts without rationales stay, without relevant tokens.
+    out and counted; the posts of such rationales stay. Posts without rationales stay, without relevant tokens. The
+    query of the ERASER layout, which is the same for all posts, is left out.
 
     Args:
         data: `dataset.json`, or the folder with it and `post_id_divisions.json`; a folder in the ERASER layout; or
@@ -58,7 +59,7 @@ def hatexplain(data: Path | str, split: str | None = None, limit: int | None = N
     elif place.child(_POSTS).is_file():
         rows = _posts(place.child(_POSTS), place, split)
     elif place.child("docs").is_folder():
-        return eraser(data, split, limit, seed, name="hatexplain", bins=HATEXPLAIN_BINS)
+        return eraser(data, split, limit, seed, name="hatexplain", bins=HATEXPLAIN_BINS, query="none")
     elif place.is_folder():
         rows = hub_rows(data, split)
     else:

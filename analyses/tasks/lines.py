@@ -11,7 +11,7 @@ from .records import data_place, field, files_in, hub_rows, of_data, read_record
 from .words import marked_spans, text_of_words
 
 
-@of_data("records {tokens or text, relevant, label}")
+@of_data("records {tokens or text, relevant, label}, or pairs {text, pair, relevant, pair_relevant, label}")
 def lines(data: Path | str, split: str | None = None, limit: int | None = None, seed: int = 0) -> Task:
     """Return the examples of records {tokens, relevant, label} or {text, relevant, label}.
 
@@ -19,6 +19,9 @@ def lines(data: Path | str, split: str | None = None, limit: int | None = None, 
       `relevant` is then 0 or 1 for each of them, or a list of such masks, one for each annotator.
     - `text`: a text. `relevant` is then a list of marked spans [start, end] in characters, or a list of such lists, one
       for each annotator.
+    - `pair`: the second text of a pair (or its words, if `tokens` are words), which the model's tokenizer puts behind
+      the first with its own separators and token types. `pair_relevant` marks it as `relevant` marks the first.
+    - `token_types`: the type of each token, if `tokens` are ids.
     - `label`: a number, or the name of a class. The classes are these names in alphabetical order.
     - `continuations` (texts, or lists of ids if the tokens are ids), `id` and `group` are optional.
 
@@ -61,24 +64,50 @@ def _example(row: dict[str, Any], classes: tuple[str, ...], data: Path | str, na
         raise CallError(f"its label is {label!r}, but the labels of other records are names; use only one kind")
     facts: dict[str, Any] = {"label": label, "id": name, "group": str(row.get("group") or "")}
     continuations = row.get("continuations") or []
-    if row.get("text") is not None:
-        relevant = _as_masks(marked, depth=2)
-        spans = tuple(tuple(_span(span) for span in annotator) for annotator in relevant)
-        return TextExample(text=row["text"], relevant=spans, continuations=tuple(continuations), **facts)
-    tokens = field(row, "tokens", data)
-    if not tokens:
+    pair, types = row.get("pair"), row.get("token_types")
+    if row.get("text") is None and not field(row, "tokens", data):
         return LeftOut("without tokens")
-    masks = _as_masks(marked, depth=1)
-    if all(isinstance(token, int) for token in tokens):
+    if row.get("text") is None and all(isinstance(token, int) for token in row["tokens"]):
+        if pair is not None or row.get("pair_relevant"):
+            raise CallError("its tokens are ids, which are the whole input; leave out pair and give token_types")
         return Example(
-            tokens=tuple(tokens),
-            relevant=tuple(tuple(bool(entry) for entry in mask) for mask in masks),
+            tokens=tuple(row["tokens"]),
+            relevant=tuple(tuple(bool(entry) for entry in mask) for mask in _as_masks(marked, depth=1)),
             continuations=tuple(tuple(ids) for ids in continuations),
+            token_types=tuple(types or ()),
             **facts,
         )
-    text, words = text_of_words(tokens)
-    relevant = tuple(marked_spans(words, mask) for mask in masks)
-    return TextExample(text=text, relevant=relevant, continuations=tuple(continuations), **facts)
+    if types is not None:
+        raise CallError("it has token_types and a text, whose token types the tokenizer gives; leave them out")
+    read = _marked_text if row.get("text") is not None else _marked_words
+    text, relevant = read(row["text"] if row.get("text") is not None else row["tokens"], marked)
+    second, second_relevant = (None, ()) if pair is None else read(pair, row.get("pair_relevant") or [])
+    if pair is None and row.get("pair_relevant"):
+        raise CallError("it has pair_relevant and no pair; give the second text as pair")
+    return TextExample(
+        text=text,
+        relevant=relevant,
+        continuations=tuple(continuations),
+        pair=second,
+        pair_relevant=second_relevant,
+        **facts,
+    )
+
+
+def _marked_text(text: Any, marked: list[Any]) -> tuple[str, tuple[tuple[Span, ...], ...]]:
+    """Return a text and each annotator's marked spans in it."""
+    if not isinstance(text, str):
+        raise CallError(f"expected a text, got {str(text)[:60]!r}; both texts of a pair are texts, or lists of words")
+    spans = tuple(tuple(_span(span) for span in annotator) for annotator in _as_masks(marked, depth=2))
+    return text, spans
+
+
+def _marked_words(words: Any, marked: list[Any]) -> tuple[str, tuple[tuple[Span, ...], ...]]:
+    """Return words as a text, and the spans of those that each annotator's mask marks."""
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise CallError(f"expected a list of words, got {str(words)[:60]!r}; both texts of a pair are of one kind")
+    text, spans = text_of_words(words)
+    return text, tuple(marked_spans(spans, mask) for mask in _as_masks(marked, depth=1))
 
 
 def _as_masks(marked: list[Any], depth: int) -> list[Any]:

@@ -22,7 +22,7 @@ def explain(
         str,
         typer.Argument(
             help="The task: fifty-token, population, induction, agreement, hatexplain, eraser, squad, or lines (JSON "
-            "lines with tokens or text, relevant, and label)."
+            "lines with tokens or text, relevant, and label, and pair and pair_relevant for a second text)."
         ),
     ],
     data: Annotated[str | None, typer.Option(help="Data for the task: path, URL or hub id of a data set.")] = None,
@@ -160,6 +160,11 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     lines = [f"{summary['examples']} examples of {summary['task']}"]
     if summary["accuracy"] is not None:
         lines[0] += f"; {summary['model']} is right in {100 * summary['accuracy']:.1f} %"
+    if summary["pairs"]:
+        lines.append(
+            f"{summary['pairs']} of {summary['examples']} examples are pairs of texts; relevant: "
+            f"{summary['relevant_tokens']}"
+        )
     for name, result in summary["relevance"].items():
         lines.append(
             f"{name} by {summary['method']}: {result['value']:.4f} ({result['low']:.4f} to {result['high']:.4f}), "

@@ -69,6 +69,8 @@ def explain_summary(explanation: Explanation) -> dict[str, Any]:
         "model": described["model"]["name"],
         "task": described["task"]["name"],
         "examples": described["task"]["examples"],
+        "relevant_tokens": described["task"]["relevant"],
+        "pairs": described["task"]["pairs"],
         "accuracy": _accuracy(explanation),
         "method": described["settings"]["main"],
         "convention": described["settings"]["convention"],
@@ -124,7 +126,7 @@ def _examples(explanation: Explanation) -> list[dict[str, Any]]:
 
 
 def _example(row: pd.Series, tokens: pd.DataFrame, main: str) -> dict[str, Any]:
-    pieces = marked_text(row["text"], tokens, main)
+    pieces = marked_text(row["text"], tokens, main, None if pd.isna(row["pair"]) else row["pair"])
     known, known_attention = not pd.isna(row["correct"]), not np.isnan(row["attention"])
     return {
         "id": row["id"] or f"example {row['example']}",

@@ -21,6 +21,7 @@ class Piece:
         relevant: Whether one of its tokens is relevant.
         special: Whether it stands for a token that is not in the text.
         readout: Whether it holds the readout position.
+        begins_pair: Whether it is the first piece of the second text of a pair.
     """
 
     text: str
@@ -29,19 +30,29 @@ class Piece:
     relevant: bool = False
     special: bool = False
     readout: bool = False
+    begins_pair: bool = False
 
 
-def marked_text(text: str, tokens: pd.DataFrame, method: str) -> list[Piece]:
+def marked_text(text: str, tokens: pd.DataFrame, method: str, pair: str | None = None) -> list[Piece]:
     """Return an example's text in pieces, one for each token or group of tokens that share a character.
 
     Args:
-        text: The text of the example; empty if it has none, and then its tokens are shown by themselves.
+        text: The text of the example, or the first of two; empty if it has none, and then its tokens are shown by
+            themselves.
         tokens: The rows of the example in an explanation's table of tokens, in order.
         method: The method whose weights are shown. The highest weight has the strongest shade, negative weights have
             none.
+        pair: The second text, which follows the first; None if there is only one.
     """
     highest = float(tokens[method].max())
-    pieces = _of_text(text, tokens, method) if text else _of_tokens(tokens, method)
+    if pair is not None:
+        # Tokens between the texts, such as separators, are shown behind the first.
+        second = tokens["in_pair"].cumsum() > 0
+        pieces = list(_of_text(text, tokens[~second], method))
+        begin, *others = [*_of_text(pair, tokens[second], method)] or [Piece("")]
+        pieces += [replace(begin, begins_pair=True), *others]
+    else:
+        pieces = list(_of_text(text, tokens, method) if text else _of_tokens(tokens, method))
     return [
         piece
         if piece.weight is None or highest <= 0

@@ -41,7 +41,8 @@ class Bag(AttentionModel):
         self.w = -torch.rand(WIDTH, generator=generator, dtype=torch.float64)
         self.u = steepness * torch.randn(WIDTH, generator=generator, dtype=torch.float64)
 
-    def logits(self, tokens, mask, *, maps=None, inputs=None, embedded=None):
+    def logits(self, tokens, mask, *, maps=None, inputs=None, embedded=None, token_types=None):
+        self.demand_no_token_types(token_types)
         vectors = self.embed(tokens) if embedded is None else embedded
         attention = (vectors @ self.u).masked_fill(~mask, -torch.inf).softmax(dim=-1)
         whole = attention[:, None, None].expand(-1, 1, tokens.shape[1], -1).clone()

@@ -39,7 +39,8 @@ class ToyAttention(AttentionModel):
             for _ in range(layers)
         ]
 
-    def logits(self, tokens, mask, *, maps=None, inputs=None, embedded=None):
+    def logits(self, tokens, mask, *, maps=None, inputs=None, embedded=None, token_types=None):
+        self.demand_no_token_types(token_types)
         stream = self.embed(tokens) if embedded is None else embedded
         hidden = ~mask[:, None, None, :]
         if self.causal:

@@ -72,3 +72,21 @@ def test_weights_below_zero_alone_have_no_shade():
     )
     assert [piece.shade for piece in pieces] == [0, 0, 0]
     assert most_attended(pieces) == []
+
+
+def test_the_second_text_of_a_pair_begins_a_line_behind_the_separator():
+    tokens = tokens_of(
+        ("[CLS]", 0, 0, 0.5, 0.0, True, True),
+        ("cat", 2, 5, 0.1, 0.0, False, False),
+        ("[SEP]", 0, 0, 0.1, 0.0, True, False),
+        ("the", 0, 3, 0.1, 0.0, False, False),
+        ("mat", 4, 7, 0.1, 1.0, False, False),
+        ("[SEP]", 0, 0, 0.1, 0.0, True, False),
+    ).assign(in_pair=[False, False, False, True, True, False])
+    pieces = marked_text("a cat", tokens, "weight", "the mat.")
+    assert [piece.text for piece in pieces] == ["[CLS]", "… ", "cat", "[SEP]", "the", " ", "mat", "[SEP]", " …"]
+    assert [piece.text for piece in pieces if piece.begins_pair] == ["the"]
+    assert [piece.text for piece in pieces if piece.relevant] == ["mat"]
+    # A second text of which the context left nothing still has its line.
+    pieces = marked_text("a cat", tokens.iloc[:3].assign(in_pair=False), "weight", "the mat")
+    assert [(piece.text, piece.begins_pair) for piece in pieces[-2:]] == [("[SEP]", False), (" …", True)]

@@ -36,12 +36,13 @@ class Explanation:
 
     Attributes:
         description: the model, the task, the settings, what was left out and why, and the versions of libraries.
-        examples: one row for each example, with the columns example (its number), id, group, text, tokens and
-            relevant_tokens (their numbers), cut, label, predicted, right_answer and answer (both in words), right
-            (probability of the label), probability (of the predicted alternative), correct, and attention and chance
-            (the main method's attention on relevant tokens, and its chance level).
-        tokens: one row for each token, with the columns example, position, token (id), written, start and end (in the
-            text), special, relevance, readout, and the weight that each method gives to the token.
+        examples: one row for each example, with the columns example (its number), id, group, text, pair (the second
+            text, if there is one), tokens and relevant_tokens (their numbers), cut, label, predicted, right_answer and
+            answer (both in words), right (probability of the label), probability (of the predicted alternative),
+            correct, and attention and chance (the main method's attention on relevant tokens, and its chance level).
+        tokens: one row for each token, with the columns example, position, token (id), written, start and end (in its
+            text), in_pair (whether that is the second text), token_type (missing if the model was given none), special,
+            relevance, readout, and the weight that each method gives to the token.
         methods: one row for each method and metric, with the columns method, metric, value, low, high, chance, examples
             and interval.
         faithfulness: one row for each example, method, order, draw and cut; see `Faithfulness`.
@@ -242,6 +243,7 @@ def described(
             "relevant": task.relevant,
             "classes": list(task.classes),
             "examples": len(examples),
+            "pairs": sum(example.pair is not None for example in examples),
             "cut_examples": sum(example.cut > 0 for example in examples),
             "attention_bins": list(task.attention_bins),
             "probability_bins": list(task.probability_bins),

@@ -11,7 +11,7 @@ from ....circuits.errors import CallError, named_input
 from ....circuits.storage.atomic_write import write_atomically
 from .explanation import Explanation
 
-FORMAT = "qkov explanation 2"
+FORMAT = "qkov explanation 3"
 _DESCRIPTION = "explanation.json"
 _TABLES = tuple(field.name for field in fields(Explanation) if field.name != "description")
 

@@ -46,6 +46,7 @@ def example_table(
             "id": [example.id for example in examples],
             "group": [example.group for example in examples],
             "text": [example.text for example in examples],
+            "pair": pd.array([example.pair for example in examples], dtype="string"),
             "tokens": [len(example.tokens) for example in examples],
             "relevant_tokens": [0 if (r := example.relevance) is None else int((r > 0).sum()) for example in examples],
             "cut": [example.cut for example in examples],
@@ -80,6 +81,8 @@ def token_table(examples: Sequence[Example], rows: MethodRows, name: Written) ->
     numbers = np.repeat(np.arange(len(examples)), [len(example.tokens) for example in examples])
     tokens = [token for example in examples for token in example.tokens]
     known = {token: name([token]) for token in set(tokens)}
+    in_pair = [of_pair for example in examples for of_pair in example.in_pair or [False] * len(example.tokens)]
+    types = [kind for example in examples for kind in example.token_types or [None] * len(example.tokens)]
     spans = [span for example in examples for span in example.spans or [(-1, -1)] * len(example.tokens)]
     relevance = [
         np.zeros(len(example.tokens)) if (weights := example.relevance) is None else weights.numpy()
@@ -94,6 +97,8 @@ def token_table(examples: Sequence[Example], rows: MethodRows, name: Written) ->
             "written": [known[token] for token in tokens],
             "start": [start for start, _ in spans],
             "end": [end for _, end in spans],
+            "in_pair": in_pair,
+            "token_type": pd.array(types, dtype="Int64"),
             "special": [special for example in examples for special in example.is_special],
             "relevance": np.concatenate(relevance),
             "readout": positions == np.array(rows.readouts)[numbers],

@@ -82,7 +82,7 @@ def weighted_maps(
     with torch.enable_grad():
         # The weights may be frozen; the embeddings require gradients in any case.
         embedded = model.embed(batch.tokens).detach().requires_grad_()
-        logits = model.logits(batch.tokens, batch.mask, maps=keep, embedded=embedded)
+        logits = model.logits(batch.tokens, batch.mask, maps=keep, embedded=embedded, token_types=batch.token_types)
         total = torch.stack(_targets(batch, model.log_probabilities(batch, logits), target)).sum()
     if not maps:
         raise CallError(f"{model.name} gave no attention maps")

@@ -64,7 +64,10 @@ class PaperReadout:
         missing = self.padded_length - batch.tokens.shape[1]
         tokens = torch.nn.functional.pad(batch.tokens, (0, missing), value=pad)
         mask = torch.nn.functional.pad(batch.mask, (0, missing), value=False)
-        return Batch(tokens, mask if self.pad_mask else torch.ones_like(mask), batch.examples)
+        types = batch.token_types
+        if types is not None:
+            types = torch.nn.functional.pad(types, (0, missing))
+        return Batch(tokens, mask if self.pad_mask else torch.ones_like(mask), batch.examples, types)
 
     def readout(self, batch: Batch) -> Int[Tensor, " batch"]:
         """Return the readout position of each example in such a batch.

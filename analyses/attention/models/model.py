@@ -52,11 +52,13 @@ class Batch:
         tokens: Token ids; the model's padding id where the mask is false.
         mask: True where there is a token.
         examples: The examples that the batch was made of.
+        token_types: The type of each token, 0 where the mask is false; None if the examples state none.
     """
 
     tokens: Int[Tensor, "batch position"]
     mask: Bool[Tensor, "batch position"]
     examples: tuple[Example, ...]
+    token_types: Int[Tensor, "batch position"] | None = None
 
     @classmethod
     def of(cls, examples: Sequence[Example], pad: int) -> "Batch":
@@ -67,17 +69,26 @@ class Batch:
             pad: The id that fills the rows up.
 
         Raises:
-            CallError: There are no examples.
+            CallError: There are no examples, or only some of them state token types.
         """
         if not examples:
             raise CallError("a batch needs at least one example")
+        typed = [bool(example.token_types) for example in examples]
+        if len(set(typed)) > 1:
+            one = examples[typed.index(False)]
+            raise CallError(
+                f"example {one.id or typed.index(False)} has no token types, and others of its batch have them; give "
+                f"token types for all examples or for none"
+            )
         longest = max(len(example.tokens) for example in examples)
         tokens = torch.full((len(examples), longest), pad, dtype=torch.long)
         mask = torch.zeros(len(examples), longest, dtype=torch.bool)
+        types = torch.zeros(len(examples), longest, dtype=torch.long)
         for row, example in enumerate(examples):
             tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
             mask[row, : len(example.tokens)] = True
-        return cls(tokens, mask, tuple(examples))
+            types[row, : len(example.token_types)] = torch.tensor(example.token_types, dtype=torch.long)
+        return cls(tokens, mask, tuple(examples), types if all(typed) else None)
 
     @property
     def lengths(self) -> Int[Tensor, " batch"]:
@@ -101,6 +112,7 @@ class AttentionModel(ABC):
         mask_token: The id that stands for a removed token; None if the vocabulary has none.
         class_names: The names of the classes of a classifier, in its order; empty if they are not stated.
         classifies: Whether its outputs are classes of a sequence, read at one position; otherwise they are next tokens.
+        takes_token_types: Whether each token can have a type, such as the number of its text in a pair of texts.
     """
 
     name: str
@@ -115,6 +127,7 @@ class AttentionModel(ABC):
     class_names: tuple[str, ...] = ()
     residual_stream: bool = True
     own_padding: bool = True
+    takes_token_types: bool = False
 
     @property
     def mode(self) -> str:
@@ -136,6 +149,7 @@ class AttentionModel(ABC):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model: [batch, class] for a classifier, [batch, position, vocabulary] for a language model.
 
@@ -145,10 +159,11 @@ class AttentionModel(ABC):
             maps: Called with each layer's attention map, in order; maps carry gradients where gradients are on.
             inputs: Called with what each layer's attention reads.
             embedded: Used instead of the output of the token embedding, for gradients with respect to it.
+            token_types: The type of each token, as the tokenizer gives it; None leaves it to the model.
 
         Raises:
-            CallError: A sequence is longer than the context, or maps were asked for and the model gives none; the
-                message says how to get them.
+            CallError: A sequence is longer than the context, there are token types and the model takes none, or maps
+                were asked for and the model gives none; the message says how to get them.
         """
 
     @abstractmethod
@@ -182,6 +197,7 @@ class AttentionModel(ABC):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch asked vocabulary"]:
         """Return a language model's logits at some positions of each example.
 
@@ -194,8 +210,9 @@ class AttentionModel(ABC):
             maps: As in `logits`.
             inputs: As in `logits`.
             embedded: As in `logits`.
+            token_types: As in `logits`.
         """
-        logits = self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
+        logits = self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded, token_types=token_types)
         return logits.gather(1, positions.to(logits.device)[..., None].expand(-1, -1, logits.shape[-1]))
 
     def watch(self, batch: Batch, maps: MapSink, inputs: InputSink | None = None) -> None:
@@ -210,10 +227,12 @@ class AttentionModel(ABC):
         """
         with torch.no_grad():
             if self.classifies:
-                self.logits(batch.tokens, batch.mask, maps=maps, inputs=inputs)
+                self.logits(batch.tokens, batch.mask, maps=maps, inputs=inputs, token_types=batch.token_types)
             else:
                 positions = self.reading_positions(batch)[:, None]
-                self.logits_at(batch.tokens, batch.mask, positions, maps=maps, inputs=inputs)
+                self.logits_at(
+                    batch.tokens, batch.mask, positions, maps=maps, inputs=inputs, token_types=batch.token_types
+                )
 
     def demand_context(self, tokens: Int[Tensor, "batch position"]) -> None:
         """Refuse sequences that are longer than the model takes.
@@ -225,6 +244,15 @@ class AttentionModel(ABC):
             raise CallError(
                 f"{self.name} takes at most {self.context} tokens, got {tokens.shape[1]}; cut the text to its context"
             )
+
+    def demand_no_token_types(self, token_types: Int[Tensor, "batch position"] | None) -> None:
+        """Refuse token types, for a model that takes none.
+
+        Raises:
+            CallError: There are token types.
+        """
+        if token_types is not None:
+            raise CallError(f"{self.name} takes no token types; leave them out of its examples")
 
     @abstractmethod
     def attention_weights(self) -> list[AttentionWeights]:

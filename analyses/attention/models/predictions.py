@@ -100,6 +100,8 @@ def demand_fitting(model: AttentionModel, example: Example, number: int) -> None
         CallError: The model cannot answer the example.
     """
     name = f"example {example.id or number}"
+    if example.token_types and not model.takes_token_types:
+        raise CallError(f"{name} has token types, and {model.name} takes none; leave them out")
     if any(not continuation for continuation in example.continuations):
         raise CallError(f"{name} has a continuation without tokens; expected at least one in each")
     added = 0
@@ -133,6 +135,8 @@ def continued(example: Example, tokens: tuple[int, ...]) -> Example:
         relevant=(),
         special=example.is_special + (False,) * len(tokens),
         spans=(),
+        in_pair=(),
+        token_types=example.token_types + example.token_types[-1:] * len(tokens),
     )
 
 
@@ -172,7 +176,8 @@ class _Run:
 
 def _run_of(runs: dict[tuple, _Run], model: AttentionModel, example: Example, hidden: frozenset[int]) -> _Run:
     # Where the tokens determine the position at which a prediction is read, so does which of them are special.
-    key = (example.tokens, hidden, () if model.classifies or model.causal else example.is_special)
+    special = () if model.classifies or model.causal else example.is_special
+    key = (example.tokens, example.token_types, hidden, special)
     return runs.setdefault(key, _Run(example, hidden))
 
 
@@ -181,7 +186,8 @@ def _answer(model: AttentionModel, runs: list[_Run], results: list[Tensor]) -> N
     for row, run in enumerate(runs):
         batch.mask[row, list(run.hidden)] = False
     if model.classifies:
-        for run, log_probability in zip(runs, _normalised(model.logits(batch.tokens, batch.mask)), strict=True):
+        logits = model.logits(batch.tokens, batch.mask, token_types=batch.token_types)
+        for run, log_probability in zip(runs, _normalised(logits), strict=True):
             for number in run.wholes:
                 results[number] = log_probability
         return
@@ -189,7 +195,7 @@ def _answer(model: AttentionModel, runs: list[_Run], results: list[Tensor]) -> N
     positions = [_positions(run, int(position)) for run, position in zip(runs, read, strict=True)]
     most = max(map(len, positions))
     padded = torch.tensor([own + own[-1:] * (most - len(own)) for own in positions])
-    logits = model.logits_at(batch.tokens, batch.mask, padded)
+    logits = model.logits_at(batch.tokens, batch.mask, padded, token_types=batch.token_types)
     picks: list[tuple[int, int, int]] = []
     owners: list[tuple[int, int]] = []
     for row, (run, own) in enumerate(zip(runs, positions, strict=True)):

@@ -113,8 +113,10 @@ class SingleLayerModel(AttentionModel):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Return the logits of the classes; see `AttentionModel`. They are zero where there is no key to attend to."""
+        self.demand_no_token_types(token_types)
         vectors = self.embed(tokens) if embedded is None else embedded
         qk, ov = (product[self._run] for product in self._model.products())
         examples, read = torch.arange(len(tokens)), self.readout(mask)

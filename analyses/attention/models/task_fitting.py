@@ -39,9 +39,9 @@ def with_class_names(task: Task, model: AttentionModel) -> Task:
 def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) -> Task:
     """Return the task in the model's tokens.
 
-    Texts are cut to the model's context. For a masked language model, its mask token is added at the end. If a language
-    model is given only the right continuation and none to compare it with, it has to predict the first token of that
-    continuation among the whole vocabulary.
+    Texts are cut to the model's context. The tokenizer's token types are kept if the model takes any. For a masked
+    language model, its mask token is added at the end. If a language model is given only the right continuation and
+    none to compare it with, it has to predict the first token of that continuation among the whole vocabulary.
 
     Args:
         task: A task of texts or of tokens.
@@ -73,4 +73,5 @@ def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) ->
         context=model.context,
         mask_at_end=not (model.classifies or model.causal),
         next_token=asks_for_text and all(len(example.continuations) == 1 for example in texts),
+        token_types=model.takes_token_types,
     )

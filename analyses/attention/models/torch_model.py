@@ -20,6 +20,7 @@ from .readout import as_float, queries_read
 #: The names that a padding mask may have in the model's forward: true on tokens, or true on padding.
 _TOKEN_MASKS = ("attention_mask",)
 _PADDING_MASKS = ("key_padding_mask", "src_key_padding_mask", "padding_mask")
+_TOKEN_TYPES = "token_type_ids"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -27,8 +28,9 @@ class TorchModel(AttentionModel):
     """A module that attends by torch.nn.MultiheadAttention, takes token ids [batch, position] and returns logits.
 
     A mask is passed on if the forward takes `attention_mask`, true on tokens, or `key_padding_mask`,
-    `src_key_padding_mask` or `padding_mask`, true on padding. Without one, only batches without padding can be run. The
-    model runs in evaluation mode, without dropout, and gets its own mode back after every call.
+    `src_key_padding_mask` or `padding_mask`, true on padding. Without one, only batches without padding can be run.
+    Token types are passed on if the forward takes `token_type_ids`. The model runs in evaluation mode, without dropout,
+    and gets its own mode back after every call.
     """
 
     context = None
@@ -66,6 +68,7 @@ class TorchModel(AttentionModel):
                 f"the forward of {self.name} takes other arguments than token ids ({', '.join(needed)}); expected one "
                 f"that takes token ids and, if there is padding, a mask"
             )
+        self.takes_token_types = _TOKEN_TYPES in parameters
         self._mask_name = next((key for key in (*_TOKEN_MASKS, *_PADDING_MASKS) if key in parameters), None)
         tokens = torch.arange(TRIAL_LENGTH)[None].flip(1)
         shown = torch.ones_like(tokens, dtype=torch.bool)
@@ -89,19 +92,22 @@ class TorchModel(AttentionModel):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`. Logits in half precision are returned as float32.
 
         Raises:
-            CallError: There is padding, and the model takes no mask.
+            CallError: There is padding, and the model takes no mask; or there are token types, and it takes none.
         """
+        if not self.takes_token_types:
+            self.demand_no_token_types(token_types)
         reads = maps is not None or inputs is not None
         with (
             evaluation_mode(self._model),
             self._embedding_replaced(embedded),
             self._maps.handed_on(maps, inputs) if reads else nullcontext(),
         ):
-            return self._run(tokens, mask)
+            return self._run(tokens, mask, token_types)
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
         """Return the token embeddings."""
@@ -129,17 +135,19 @@ class TorchModel(AttentionModel):
             raise QkovError(f"{self.name} gives {self.layers} attention maps and has weights for {len(weights)} layers")
         return weights
 
-    def _run(self, tokens: Tensor, mask: Tensor) -> Float[Tensor, "batch *position output"]:
+    def _run(
+        self, tokens: Tensor, mask: Tensor, token_types: Tensor | None = None
+    ) -> Float[Tensor, "batch *position output"]:
         device = next(self._model.parameters()).device
-        masks: dict[str, Tensor] = {}
+        options = {} if token_types is None else {_TOKEN_TYPES: token_types.to(device)}
         if self._mask_name is not None:
-            masks = {self._mask_name: (mask if self._mask_name in _TOKEN_MASKS else ~mask).to(device)}
+            options[self._mask_name] = (mask if self._mask_name in _TOKEN_MASKS else ~mask).to(device)
         elif not bool(mask.all()):
             raise CallError(
                 f"the forward of {self.name} takes no mask ({', '.join((*_TOKEN_MASKS, *_PADDING_MASKS))}), so padding "
                 f"and hidden tokens would be seen; add one, or give sequences of one length"
             )
-        output: Any = self._model(tokens.to(device), **masks)
+        output: Any = self._model(tokens.to(device), **options)
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
         expected = "[batch, class]" if self.classifies else "[batch, position, vocabulary]"
         if not isinstance(logits, Tensor) or logits.ndim != (2 if self.classifies else 3) or logits.shape[-1] < 2:

@@ -73,9 +73,11 @@ class HookedModel(AttentionModel):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`. Logits in half precision are returned as float32."""
         self.demand_context(tokens)
+        self.demand_no_token_types(token_types)
         hooks = [] if embedded is None else [("hook_embed", lambda _value, **_hook: embedded)]
         reads = maps is not None or inputs is not None
         with (

@@ -1,5 +1,6 @@
 """Models of transformers, as the measures use them: sequence classifiers, causal and masked language models."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ....circuits.weights.attention_weights import AttentionWeights
 from ..maps.evaluation import eager_attention, evaluation_mode
 from .model import AttentionModel, Batch, InputSink, MapSink, last_token
 from .model_maps import TRIAL_LENGTH, ModelMaps, demand_one_stack
+from .own_function import demand_own_function
 from .readout import as_float, queries_read
 
 
@@ -52,15 +54,27 @@ class TransformersModel(AttentionModel):
         self.pad = int(pad) if self.own_padding and pad is not None else 0
         self.mask_token = mask_token
         self.context = _context(model, config)
+        self.takes_token_types = "token_type_ids" in inspect.signature(model.forward).parameters
+        types = getattr(config, "type_vocab_size", None)
+        # Models without a table of token types either ignore them or look them up in the vocabulary.
+        self._types = types if isinstance(types, int) and types > 0 else None
         tokens = torch.arange(TRIAL_LENGTH, device=self.device)[None] % self._vocabulary
         shown = torch.ones_like(tokens, dtype=torch.bool)
         with self._as_measured() as options:
             if options:
                 self._demand_same_logits(tokens, options)
-            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, options), self.name)
+            self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, options, None), self.name)
         self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.causal
         self.layer_keys = self._maps.keys
-        self._demand_own_function(config)
+        is_half = model.get_input_embeddings().weight.dtype in (torch.float16, torch.bfloat16)
+        demand_own_function(
+            self,
+            self._own_logits,
+            self._plain_tokens(config),
+            padded=self._reads_padding_as_masked,
+            types=min(self._types or 2, 2) if self.takes_token_types else 0,
+            rounding=3e-2 if is_half else 1e-4,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -75,16 +89,19 @@ class TransformersModel(AttentionModel):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`. Logits in half precision are returned as float32."""
         self.demand_context(tokens)
+        self._demand_token_types(token_types)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
+        token_types = None if token_types is None else token_types.to(self.device)
         reads = maps is not None or inputs is not None
-        with self._as_measured() as options, self._embedding_replaced(embedded):
+        with self._as_measured() as options, self._embedding_replaced(embedded, token_types):
             if not reads:
-                return self._run(tokens, mask, {})
+                return self._run(tokens, mask, {}, token_types)
             with self._maps.handed_on(maps, inputs):
-                return self._run(tokens, mask, options)
+                return self._run(tokens, mask, options, token_types)
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
         """Return the token embeddings."""
@@ -120,7 +137,7 @@ class TransformersModel(AttentionModel):
         for length in (tokens.shape[1], tokens.shape[1] - 1):
             mask = torch.arange(tokens.shape[1], device=tokens.device)[None] < length
             with torch.no_grad():
-                fused, plain = (self._run(tokens, mask, chosen) for chosen in ({}, options))
+                fused, plain = (self._run(tokens, mask, chosen, None) for chosen in ({}, options))
             if fused.ndim == 3:
                 fused, plain = fused[mask], plain[mask]
             if not torch.allclose(fused, plain, rtol=1e-2, atol=1e-2 * float(fused.abs().max())):
@@ -131,15 +148,33 @@ class TransformersModel(AttentionModel):
                 )
 
     @abstractmethod
-    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
+    def _run(
+        self, tokens: Tensor, mask: Tensor, options: dict[str, bool], token_types: Tensor | None
+    ) -> Float[Tensor, "batch *position output"]:
         """Call the model."""
 
+    def _own_logits(self, tokens: Tensor, mask: Tensor, token_types: Tensor | None) -> Tensor:
+        """Return the logits of a call of the model as its owner makes it."""
+        with evaluation_mode(self._model):
+            return as_float(self._model(**_arguments(tokens, mask, token_types)).logits)
+
+    def _demand_token_types(self, token_types: Tensor | None) -> None:
+        """Refuse token types that the model does not take, or has no embedding for."""
+        if not self.takes_token_types:
+            self.demand_no_token_types(token_types)
+        types = self._types or self._vocabulary
+        if token_types is not None and not 0 <= int(token_types.min()) <= int(token_types.max()) < types:
+            raise CallError(
+                f"{self.name} has {types} token types, from 0, got {int(token_types.min())} to "
+                f"{int(token_types.max())}; give the types of its own tokenizer"
+            )
+
     @contextmanager
-    def _embedding_replaced(self, embedded: Tensor | None) -> Iterator[None]:
+    def _embedding_replaced(self, embedded: Tensor | None, token_types: Tensor | None) -> Iterator[None]:
         """Let the model go on with other embeddings of its tokens.
 
         The model is called with the ids, since some models do with ids what they leave out when they are called with
-        embeddings.
+        embeddings. Some look up their token types in the same table, after the tokens; those are left alone.
 
         Raises:
             CallError: The model does not embed each token once by the module that it names.
@@ -149,7 +184,9 @@ class TransformersModel(AttentionModel):
             return
         shapes: list[torch.Size] = []
 
-        def replace(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def replace(_module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            if shapes and token_types is not None and args and torch.equal(args[0], token_types):
+                return output
             shapes.append(output.shape)
             return embedded.to(output.device)
 
@@ -164,26 +201,6 @@ class TransformersModel(AttentionModel):
                 f"shape {list(embedded.shape)}"
             )
 
-    def _demand_own_function(self, config: Any) -> None:
-        """Refuse a model that computes something else than its owner's calls do, by ids or by embeddings.
-
-        Raises:
-            CallError: The logits differ by more than rounding.
-        """
-        tokens = self._plain_tokens(config)
-        longest = tokens.shape[1]
-        for length in (longest, longest - 2):
-            mask = torch.arange(longest, device=self.device)[None] < length
-            if length < longest and not self._reads_padding_as_masked:
-                continue
-            filled = tokens.masked_fill(~mask, self.pad)
-            with torch.no_grad():
-                with evaluation_mode(self._model):
-                    own = as_float(self._model(**_arguments(filled, mask)).logits)
-                for way, embedded in (("ids", None), ("embeddings", self.embed(filled))):
-                    adapted = self.logits(filled, mask, maps=lambda _layer, _map: None, embedded=embedded)
-                    self._demand_same(own, adapted, mask, way)
-
     @property
     def _reads_padding_as_masked(self) -> bool:
         """Whether the model itself takes what the mask hides for padding, wherever it reads its prediction."""
@@ -196,20 +213,6 @@ class TransformersModel(AttentionModel):
         special |= {self.mask_token, self.pad}
         plain = [token for token in range(self._vocabulary) if token not in special][-TRIAL_LENGTH:]
         return torch.tensor([(plain or [0]) * TRIAL_LENGTH], device=self.device)[:, :TRIAL_LENGTH]
-
-    def _demand_same(self, own: Tensor, adapted: Tensor, mask: Tensor, way: str) -> None:
-        if own.shape == adapted.shape and own.ndim == 3:
-            own, adapted = own[mask], adapted[mask]
-        is_half = self._model.get_input_embeddings().weight.dtype in (torch.float16, torch.bfloat16)
-        limit = (3e-2 if is_half else 1e-4) * float(own.abs().max())
-        difference = float((own - adapted).abs().max()) if own.shape == adapted.shape else torch.inf
-        if not difference <= limit:
-            padded = "" if bool(mask.all()) else " with padding"
-            raise CallError(
-                f"the logits of {self.name}, as qkov runs it by {way}{padded}, differ from its own by "
-                f"{difference:.2g}, with logits up to {float(own.abs().max()):.2g}, so that another function would be "
-                f"explained; this model is not supported"
-            )
 
 
 class TransformersClassifier(TransformersModel):
@@ -252,8 +255,10 @@ class TransformersClassifier(TransformersModel):
             )
         return torch.zeros(len(mask), dtype=torch.long)
 
-    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
-        arguments = _arguments(tokens, mask) | options
+    def _run(
+        self, tokens: Tensor, mask: Tensor, options: dict[str, bool], token_types: Tensor | None
+    ) -> Float[Tensor, "batch *position output"]:
+        arguments = _arguments(tokens, mask, token_types) | options
         head = getattr(self._model, "score", None)
         if head is None:
             logits = as_float(self._model(**arguments).logits)
@@ -281,11 +286,14 @@ class _LanguageModel(TransformersModel):
         maps: MapSink | None = None,
         inputs: InputSink | None = None,
         embedded: Float[Tensor, "batch position d_model"] | None = None,
+        token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch asked vocabulary"]:
         """Return the logits at some positions; the other positions never reach the unembedding."""
         unembedding = self._model.get_output_embeddings()
         if not isinstance(unembedding, nn.Module):
-            return super().logits_at(tokens, mask, positions, maps=maps, inputs=inputs, embedded=embedded)
+            return super().logits_at(
+                tokens, mask, positions, maps=maps, inputs=inputs, embedded=embedded, token_types=token_types
+            )
 
         def keep_positions(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             hidden, *others = args
@@ -294,7 +302,7 @@ class _LanguageModel(TransformersModel):
 
         handle = unembedding.register_forward_pre_hook(keep_positions)
         try:
-            return self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded)
+            return self.logits(tokens, mask, maps=maps, inputs=inputs, embedded=embedded, token_types=token_types)
         finally:
             handle.remove()
 
@@ -319,8 +327,10 @@ class TransformersCausalLM(_LanguageModel):
         """Return the last token of each example."""
         return last_token(mask)
 
-    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
-        return as_float(self._model(**_arguments(tokens, mask), **options, use_cache=False).logits)
+    def _run(
+        self, tokens: Tensor, mask: Tensor, options: dict[str, bool], token_types: Tensor | None
+    ) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**_arguments(tokens, mask, token_types), **options, use_cache=False).logits)
 
 
 class TransformersMaskedLM(_LanguageModel):
@@ -360,8 +370,10 @@ class TransformersMaskedLM(_LanguageModel):
             positions.append(candidates[0])
         return torch.tensor(positions)
 
-    def _run(self, tokens: Tensor, mask: Tensor, options: dict[str, bool]) -> Float[Tensor, "batch *position output"]:
-        return as_float(self._model(**_arguments(tokens, mask), **options).logits)
+    def _run(
+        self, tokens: Tensor, mask: Tensor, options: dict[str, bool], token_types: Tensor | None
+    ) -> Float[Tensor, "batch *position output"]:
+        return as_float(self._model(**_arguments(tokens, mask, token_types), **options).logits)
 
 
 def demand_text(model: Any, name: str) -> None:
@@ -379,8 +391,9 @@ def demand_text(model: Any, name: str) -> None:
         raise CallError(f"{name} reads {reads}, not token ids; explain takes models of text")
 
 
-def _arguments(tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    return {"input_ids": tokens, "attention_mask": mask.long()}
+def _arguments(tokens: Tensor, mask: Tensor, token_types: Tensor | None) -> dict[str, Tensor]:
+    types = {} if token_types is None else {"token_type_ids": token_types}
+    return {"input_ids": tokens, "attention_mask": mask.long(), **types}
 
 
 def _context(model: nn.Module, config: Any) -> int | None:

@@ -59,6 +59,7 @@ class AttributionInputs:
         counted: false where an example has fewer positions than others in the batch.
         examples: the examples without the tokens of their continuations; the label is the alternative that is
             explained.
+        token_types: token types of the batch; None if its examples state none.
     """
 
     tokens: Int[Tensor, "batch position"]
@@ -69,6 +70,7 @@ class AttributionInputs:
     wanted: Int[Tensor, "batch read"]
     counted: Bool[Tensor, "batch read"]
     examples: tuple[Example, ...]
+    token_types: Int[Tensor, "batch position"] | None = None
 
     @classmethod
     def of(cls, model: AttentionModel, questions: Sequence[Question], baseline: str | int) -> "AttributionInputs":
@@ -109,12 +111,13 @@ class AttributionInputs:
             wanted=wanted.to(device),
             counted=counted.to(device),
             examples=tuple(question.example for question in questions),
+            token_types=None if batch.token_types is None else batch.token_types.to(device),
         )
 
     @property
-    def others(self) -> tuple[Tensor, ...]:
+    def others(self) -> tuple[Tensor | None, ...]:
         """The arguments of `log_probability`'s function after the embeddings."""
-        return self.tokens, self.mask, self.positions, self.wanted, self.counted
+        return self.tokens, self.mask, self.token_types, self.positions, self.wanted, self.counted
 
 
 def _baseline_embedding(model: AttentionModel, baseline: str | int, embedded: Tensor) -> Tensor:
@@ -148,12 +151,18 @@ def log_probability(model: AttentionModel, maps: MapSink | None = None) -> Calla
     """
 
     def of(
-        embedded: Tensor, tokens: Tensor, mask: Tensor, positions: Tensor, wanted: Tensor, counted: Tensor
+        embedded: Tensor,
+        tokens: Tensor,
+        mask: Tensor,
+        token_types: Tensor | None,
+        positions: Tensor,
+        wanted: Tensor,
+        counted: Tensor,
     ) -> Tensor:
         if model.classifies:
-            outputs = model.logits(tokens, mask, maps=maps, embedded=embedded)[:, None]
+            outputs = model.logits(tokens, mask, maps=maps, embedded=embedded, token_types=token_types)[:, None]
         else:
-            outputs = model.logits_at(tokens, mask, positions, maps=maps, embedded=embedded)
+            outputs = model.logits_at(tokens, mask, positions, maps=maps, embedded=embedded, token_types=token_types)
         if int(wanted.max()) >= outputs.shape[-1]:
             raise CallError(
                 f"{model.name} has {outputs.shape[-1]} outputs, so there is no output {int(wanted.max())} to explain"

@@ -199,16 +199,26 @@ def keeping(
     if removal == "deletion":
         tokens = tuple(example.tokens[position] for position in kept)
         flags = tuple(special[position] for position in kept)
-        return _bare(example, tokens, flags), ()
+        types = tuple(example.token_types[position] for position in kept) if example.token_types else ()
+        return _bare(example, tokens, flags, types), ()
     seen = set(kept)
     removed = tuple(position for position in range(len(example.tokens)) if position not in seen)
     if removal == "attention mask":
-        return _bare(example, example.tokens, special), removed
+        return _bare(example, example.tokens, special, example.token_types), removed
     if mask_token is None:
         raise CallError("the removal 'mask token' needs a mask token; give mask_token")
     tokens = tuple(token if position in seen else mask_token for position, token in enumerate(example.tokens))
-    return _bare(example, tokens, special), ()
+    return _bare(example, tokens, special, example.token_types), ()
 
 
-def _bare(example: Example, tokens: tuple[int, ...], special: tuple[bool, ...]) -> Example:
-    return Example(tokens, label=example.label, continuations=example.continuations, special=special, id=example.id)
+def _bare(
+    example: Example, tokens: tuple[int, ...], special: tuple[bool, ...], token_types: tuple[int, ...]
+) -> Example:
+    return Example(
+        tokens,
+        label=example.label,
+        continuations=example.continuations,
+        special=special,
+        id=example.id,
+        token_types=token_types,
+    )
