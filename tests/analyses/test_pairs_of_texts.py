@@ -234,7 +234,8 @@ def test_token_types_that_are_looked_up_in_the_vocabulary_stay_with_replaced_emb
     if name.startswith("GPT2"):
         config = gpt2(pad_token_id=0)
     else:
-        config = transformers.XLMConfig(**{"emb_dim": 48, "n_layers": 2, "n_heads": 4, "n_words": 50, "pad_index": 0})
+        sizes: dict[str, Any] = {"emb_dim": 48, "n_layers": 2, "n_heads": 4, "n_words": 50, "pad_index": 0}
+        config = transformers.XLMConfig(**sizes)
     model: Any = jolted(getattr(transformers, name)(config))
     adapted = load_model(model)
     # The second row has the types as its tokens.
