@@ -41,12 +41,16 @@ def main() -> int:
             if time.monotonic() > stop:
                 break
             tests = (*TARGETS[module], *(f"--deselect={test}" for test in LEFT_OUT))
+            typed = False
             with copy.holding(module, mutant.source):
-                outcome, failed = copy.outcome(tests, order, arguments.timeout)
+                outcome, failed = copy.outcome(tests, order, arguments.timeout, typed=typed)
+                if outcome == "passed":
+                    typed = True
+                    outcome, failed = copy.outcome(tests, order, arguments.timeout, typed=typed)
             if outcome == "failed":
                 # A test that also fails without the fault has not noticed it.
                 wanted = failed or [*tests, "--collect-only"]
-                if not passing.issuperset(wanted) and copy.outcome(wanted, Order(), arguments.timeout)[0] != "passed":
+                if not passing.issuperset(wanted) and not copy.passes(wanted, arguments.timeout, typed=typed):
                     print(f"this fails without a fault, or takes too long: {' '.join(wanted)}", file=sys.stderr)
                     summary(results)
                     return 2

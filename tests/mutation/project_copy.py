@@ -29,6 +29,9 @@ _KEPT_IMPORTED = (
     "beartype",
 )
 
+#: The project's own options, without the one that checks types.
+_UNTYPED = "--import-mode=importlib --strict-markers"
+
 
 @dataclass
 class Order:
@@ -86,13 +89,14 @@ class Copy:
         finally:
             path.write_text(before)
 
-    def outcome(self, tests: Sequence[str], order: Order, timeout: float) -> tuple[str, list[str]]:
+    def outcome(self, tests: Sequence[str], order: Order, timeout: float, *, typed: bool) -> tuple[str, list[str]]:
         """Run tests on the copy until one fails.
 
         Args:
             tests: What pytest takes to choose tests.
             order: What is known about these tests; it learns from this run.
             timeout: After how many seconds the tests are stopped.
+            typed: Whether types and shapes are checked where functions are called, which takes longer than many tests.
 
         Returns:
             "failed", "passed", or "undecided" if they take too long, and the names of the tests that failed. No name is
@@ -100,7 +104,7 @@ class Copy:
         """
         context = get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=self._test, args=(tests, order, sender))
+        process = context.Process(target=self._test, args=(tests, order, sender, typed))
         process.start()
         sender.close()
         try:
@@ -117,7 +121,11 @@ class Copy:
         order.killers |= set(failed)
         return "passed" if status == pytest.ExitCode.OK else "failed", failed
 
-    def _test(self, tests: Sequence[str], order: Order, sender: Connection) -> None:
+    def passes(self, tests: Sequence[str], timeout: float, *, typed: bool) -> bool:
+        """Return whether tests pass on the copy as it is, in the time."""
+        return self.outcome(tests, Order(), timeout, typed=typed)[0] == "passed"
+
+    def _test(self, tests: Sequence[str], order: Order, sender: Connection, typed: bool) -> None:
         """Run the tests in this process, which has imported nothing of the project but this package."""
         os.setpgrp()
         os.chdir(self.root)
@@ -131,5 +139,6 @@ class Copy:
             os.dup2(nothing.fileno(), 2)
         # Plugins that were imported early are none that assert anything.
         options = ("-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-        status = pytest.main([*options, *tests], plugins=[order])
+        untyped = () if typed else ("-o", f"addopts={_UNTYPED}")
+        status = pytest.main([*options, *untyped, *tests], plugins=[order])
         sender.send((int(status), order.seconds, order.failed))
