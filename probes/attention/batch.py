@@ -14,27 +14,42 @@ from ...circuits.algebra.products import upcast
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import LayerKey
 from ..maps.masks import Sides, TokenMasks
+from ..maps.parts import sides_of_parts, why_in_parts
 from ..maps.selection import HeadKey
 from .measures import QueryMeasures, row_measures
 from .rollout_mass import RolloutMass
 
 AT_READOUT = ("relevant", "chance")
+#: The measures of a query that need no position in the input.
+_WITHOUT_POSITIONS = ("entropy", "largest")
 
 
 @dataclass(frozen=True, eq=False)
 class HeadSums:
-    """Sums of one measure over queries or examples, and their number, for every head of a layer."""
+    """Sums of one measure over queries or examples, and their number, for every head of a layer.
+
+    Attributes:
+        total: The sums.
+        count: The numbers of queries or examples.
+        unknown: Why the measure of some of them is not known, and so its mean is not.
+    """
 
     total: Float64[Tensor, " head"]
     count: Float64[Tensor, " head"]
+    unknown: tuple[str, ...] = ()
 
     def __add__(self, other: "HeadSums") -> "HeadSums":
         """Add the sums of another batch."""
-        return HeadSums(self.total + other.total, self.count + other.count)
+        unknown = tuple(dict.fromkeys((*self.unknown, *other.unknown)))
+        return HeadSums(self.total + other.total, self.count + other.count, unknown)
 
     def mean(self) -> Float64[Tensor, " head"]:
-        """Return the mean; NaN if there was nothing to average."""
-        return self.total / self.count
+        """Return the mean; NaN if there was nothing to average, or if some of it is not known."""
+        return torch.full_like(self.total, torch.nan) if self.unknown else self.total / self.count
+
+    def on_cpu(self) -> "HeadSums":
+        """Copy them to the CPU."""
+        return HeadSums(self.total.cpu(), self.count.cpu(), self.unknown)
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ class WatchedBatch:
         arguments: The arguments that the model was called with, by name.
         sums: The sums by layer and measure.
         modes: The mode that each layer ran in.
+        no_examples: Why there is nothing to say of single examples; None if there is.
         maps: Copies of the maps that are kept, on the CPU.
     """
 
@@ -97,6 +113,7 @@ class WatchedBatch:
     arguments: Mapping[str, Any]
     sums: dict[LayerKey, dict[str, HeadSums]] = field(default_factory=dict, init=False)
     modes: dict[LayerKey, str] = field(default_factory=dict, init=False)
+    no_examples: str | None = field(default=None, init=False)
     maps: dict[HeadKey, Tensor] = field(default_factory=dict, init=False)
     _sides: dict[Any, Sides] = field(default_factory=dict, init=False)
     _queries: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -136,22 +153,38 @@ class WatchedBatch:
 
     def _measure(self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"]) -> None:
         stack, layer = layer_map.key
+        self.modes[layer_map.key] = layer_map.mode
+        self._keep_maps(layer_map.key, attention)
+        why = why_in_parts(layer_map, self.source, self.arguments)
+        if why is not None:
+            self.sums[layer_map.key] = self._of_parts(layer_map, attention, why)
+            self.no_examples = f"{self.source.layer_name(layer_map.key)} of {self.source.name}: {why}"
+            return
         sides = self._sides_of(layer_map)
         measured = QueryMeasures(attention, sides, self.settings.names)
-        queries = upcast(measured.queries(sides.asked).float())
-        sums = {"queries": HeadSums(queries, torch.ones_like(queries))}
-        if measured.values:
-            for name, total, count in zip(measured.values, *measured.sums(sides.asked), strict=True):
-                sums[name] = HeadSums(total, count)
+        sums = _sums_of(measured, sides)
         if "relevant" in measured.values:
             for name in AT_READOUT:
                 sums[f"{name}_at_readout"] = _over_examples(measured.at(name, sides))
             self._heads[layer_map.key] = measured.at("relevant", sides)
         self.sums[layer_map.key] = sums
-        self.modes[layer_map.key] = layer_map.mode
         if stack == "" and self.settings.rollout is not None and layer_map.is_self:
             self._roll_out(self.settings.rollout, layer, attention, sides)
-        self._keep_maps(layer_map.key, attention)
+
+    def _of_parts(
+        self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"], why: str
+    ) -> dict[str, HeadSums]:
+        """Return the sums of maps of parts of the inputs, whose positions and examples are not known."""
+        sides = sides_of_parts(layer_map, self.source, self.arguments, self.settings.masks)
+        names = self.settings.names
+        sums = _sums_of(
+            QueryMeasures(attention, sides, tuple(name for name in names if name in _WITHOUT_POSITIONS)), sides
+        )
+        unknown = [name for name in names if name not in sums and name != "relevant"]
+        if "relevant" in names and self.settings.masks.relevant is not None:
+            unknown += [*AT_READOUT, *(f"{name}_at_readout" for name in AT_READOUT)]
+        nothing = torch.zeros_like(sums["queries"].total)
+        return sums | dict.fromkeys(unknown, HeadSums(nothing, nothing, (why,)))
 
     def _sides_of(self, layer_map: LayerMap) -> Sides:
         stack, shape = layer_map.key[0], layer_map.attention.shape
@@ -172,6 +205,8 @@ class WatchedBatch:
     ) -> None:
         if layer == 0 and sides.offset == 0:
             self._rollout = RolloutMass(settings, sides, rows=self.settings.rollout_rows)
+        if self._rollout is not None and not self._rollout.fits(attention):
+            self._rollout = None
         if self._rollout is not None and self._rollout.layers == layer:
             self._rollout.add(layer, attention)
 
@@ -194,11 +229,8 @@ class WatchedBatch:
         """
         if not self.sums and self.arguments.get("stop_at_layer") is None:
             raise CallError(f"{self.source.name} gave no attention map; load it with eager attention")
-        self.sums = {
-            key: {name: HeadSums(sums.total.cpu(), sums.count.cpu()) for name, sums in by_name.items()}
-            for key, by_name in self.sums.items()
-        }
-        if self._main is None:
+        self.sums = {key: {name: sums.on_cpu() for name, sums in by_name.items()} for key, by_name in self.sums.items()}
+        if self._main is None or self.no_examples is not None:
             return None
         sides, rollout = self._main, self._rollout
         if rollout is not None and rollout.layers < sum(stack == "" for stack, _ in self.source.keys):
@@ -213,6 +245,15 @@ class WatchedBatch:
             heads={key: attention.float().cpu() for key, attention in self._heads.items()},
             rows=_on_cpu(rollout.rows()) if rollout is not None and self.settings.rollout_rows else None,
         )
+
+
+def _sums_of(measured: QueryMeasures, sides: Sides) -> dict[str, HeadSums]:
+    queries = upcast(measured.queries(sides.asked).float())
+    sums = {"queries": HeadSums(queries, torch.ones_like(queries))}
+    if measured.values:
+        for name, total, count in zip(measured.values, *measured.sums(sides.asked), strict=True):
+            sums[name] = HeadSums(total, count)
+    return sums
 
 
 def _on_cpu(values: Tensor | None) -> Tensor | None:

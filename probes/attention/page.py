@@ -36,33 +36,28 @@ def message_page(name: str, message: str) -> str:
 
 
 def page(
-    name: str, table: pd.DataFrame, examples: pd.DataFrame, figure: Figure, mode: str = "", left_out: str = ""
+    name: str, table: pd.DataFrame, examples: pd.DataFrame | None, figure: Figure, mode: str = "", left_out: str = ""
 ) -> str:
     """Return a fragment of HTML that needs no other file.
 
     Args:
         name: The name of the probe.
         table: One row for each head, as `AttentionProbe.table` returns it.
-        examples: One row for each example, as `AttentionProbe.examples` returns it.
+        examples: One row for each example, as `AttentionProbe.examples` returns it; None if it refuses to.
         figure: The drawing of the table.
         mode: The mode that the model ran in, in words.
         left_out: The calls that were left out and why, in words.
     """
-    count = "1 example" if len(examples) == 1 else f"{len(examples)} examples"
-    parts = [f"{count}, {int(examples['tokens'].sum())} tokens"] if len(examples) else []
+    parts = [] if examples is None else _of_examples(examples)
     if left_out:
         parts.append(f"partial: {left_out}")
     if mode:
         parts.append(mode)
-    without = int((examples["relevant"].astype(float) == 0).sum())
-    if without:
-        parts.append(f"{without} of {len(examples)} without a relevant token, left out of what is said about these")
-    rolled = examples[["rollout", "chance"]].astype(float).dropna()
-    if len(rolled):
-        parts.append(f"rollout on relevant tokens {rolled['rollout'].mean():.3f}, chance {rolled['chance'].mean():.3f}")
     flagged = int((~table["finite"]).sum())
     if flagged:
         parts.append(f"{flagged} heads have maps that are not finite")
+    if "unknown" in table:
+        parts += [f"not known: {reason}" for reason in table["unknown"].unique() if reason]
     # Underscores become spaces, so that long headings may take two lines.
     shown = (
         table.head(_SHOWN)
@@ -82,3 +77,17 @@ def page(
         shown=min(len(table), _SHOWN),
         left=max(len(table) - _SHOWN, 0),
     )
+
+
+def _of_examples(examples: pd.DataFrame) -> list[str]:
+    if examples.empty:
+        return []
+    count = "1 example" if len(examples) == 1 else f"{len(examples)} examples"
+    parts = [f"{count}, {int(examples['tokens'].sum())} tokens"]
+    without = int((examples["relevant"].astype(float) == 0).sum())
+    if without:
+        parts.append(f"{without} of {len(examples)} without a relevant token, left out of what is said about these")
+    rolled = examples[["rollout", "chance"]].astype(float).dropna()
+    if len(rolled):
+        parts.append(f"rollout on relevant tokens {rolled['rollout'].mean():.3f}, chance {rolled['chance'].mean():.3f}")
+    return parts

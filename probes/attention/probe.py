@@ -70,7 +70,10 @@ class AttentionProbe:
 
     With cached keys, as in `generate`, queries are the last positions, and rollout is left out (NaN). It is also left
     out for an encoder and a decoder, whose maps form three stacks; the masks given here are then those of the encoder's
-    tokens.
+    tokens. Where layers have maps of parts of the inputs (windows of an image, frames of a video), as their number
+    beside that of the inputs shows, `entropy` and `largest` are over all positions of the parts, those with which the
+    model fills windows up among them; the other measures are NaN there, with the reason in `unknown`, and `examples()`
+    and the rollout are refused.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class AttentionProbe:
         self._sums: dict[LayerKey, dict[str, HeadSums]] = {}
         self._modes: dict[LayerKey, list[str]] = {}
         self._examples: list[ExampleValues] = []
+        self._no_examples: str | None = None
         self._maps: dict[HeadKey, list[Tensor]] = {}
         self._strays = 0
         self._calls.forget()
@@ -226,9 +230,10 @@ class AttentionProbe:
         return hooks.hooks()
 
     def table(self) -> pd.DataFrame:
-        """Return a row for each head: stack, layer, head, queries, measures, finite, partial, mode, hook.
+        """Return a row for each head: stack, layer, head, queries, measures, finite, unknown, partial, mode, hook.
 
-        `stack` is there if there are several. `partial` is there if calls were left out, because they ended by an
+        `stack` is there if there are several. `unknown` is there if a measure that was asked for is not known, and says
+        why; its mean is NaN. `partial` is there if calls were left out, because they ended by an
         error, ran at once in several threads, or had another call of the model inside; it says how many, in words.
         `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. `hook` is there in
         models with TransformerLens' hooks, and is the name of the hook point that the layer's map passes. Measures are
@@ -256,9 +261,10 @@ class AttentionProbe:
                 tokens.
 
         Raises:
-            CallError: The model has not been called.
+            CallError: The model has not been called, or a layer has maps of parts of the inputs, such as windows.
         """
         self._demand_calls()
+        self._demand_examples()
         return head_rows(self._examples) if by_head else example_table(self._examples)
 
     @property
@@ -271,10 +277,11 @@ class AttentionProbe:
         """The row of the rollout at the readout of each example; zero on padding.
 
         Raises:
-            CallError: Rows were not asked for, or a call with cached keys or several stacks had none.
+            CallError: Rows were not asked for, or a call with cached keys, several stacks or maps of parts had none.
         """
         if not self._settings.rollout_rows:
             raise CallError("rows of rollout were not asked for: AttentionProbe(model, rollout_rows=True)")
+        self._demand_examples()
         by_call = [examples.rows for examples in self._examples]
         known = [rows for rows in by_call if rows is not None]
         if len(known) < len(by_call):
@@ -302,7 +309,12 @@ class AttentionProbe:
 
         try:
             return page(
-                self.name, self.table(), self.examples(), self.figure(), self._mode_in_words(), self._calls.in_words()
+                self.name,
+                self.table(),
+                None if self._no_examples else self.examples(),
+                self.figure(),
+                self._mode_in_words(),
+                self._calls.in_words(),
             )
         except CallError as error:
             return message_page(self.name, str(error))
@@ -351,6 +363,7 @@ class AttentionProbe:
                 modes.append(mode)
         for key, kept in batch.maps.items():
             self._maps.setdefault(key, []).append(kept)
+        self._no_examples = self._no_examples or batch.no_examples
         if examples is not None:
             self._examples.append(examples)
         self._sums = sums
@@ -396,3 +409,7 @@ class AttentionProbe:
         strays = f"{self._strays} maps came from calls of its parts alone" if self._strays else ""
         others = "".join(f"; {words}" for words in (self._calls.in_words(), strays) if words)
         raise CallError(f"nothing was measured; call {self._source.name} inside `with probe:`{others}")
+
+    def _demand_examples(self) -> None:
+        if self._no_examples is not None:
+            raise CallError(f"there are no examples to list and no rollout over all layers; {self._no_examples}")

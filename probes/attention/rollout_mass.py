@@ -35,6 +35,15 @@ class RolloutMass:
         self._has_relevant = sides.relevant is not None
         self._columns = torch.cat(columns, dim=-1) if columns else None
 
+    def fits(self, attention: Float[Tensor, "batch head query key"]) -> bool:
+        """Return whether a layer's maps lead from all positions of the first layer to all of them.
+
+        Args:
+            attention: The maps.
+        """
+        batch, keys = self._sides.keys.shape
+        return (len(attention), *attention.shape[2:]) == (batch, keys, keys)
+
     def add(self, layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
         """Carry the columns through a layer; layers have to come in order.
 

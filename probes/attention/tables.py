@@ -31,7 +31,7 @@ def head_table(
     hook_points: Mapping[LayerKey, str],
     left_out: str,
 ) -> pd.DataFrame:
-    """Return a row for each head: stack, layer, head, queries, the means of its measures, finite, partial, mode, hook.
+    """Return a row for each head: stack, layer, head, queries, measures, finite, unknown, partial, mode, hook.
 
     Args:
         sums: The sums by layer and measure; `queries` holds the number of queries.
@@ -43,7 +43,11 @@ def head_table(
     for (stack, layer), by_name in sums.items():
         means = {name: by_name[name].mean().numpy() for name in COLUMNS if name in by_name}
         heads = len(by_name["queries"].total)
-        measured = [by_name[name].count.numpy() > 0 for name in means]
+        measured = [(by_name[name].count.numpy() > 0) & (not by_name[name].unknown) for name in means]
+        unknown: dict[str, list[str]] = {}
+        for name in means:
+            for reason in by_name[name].unknown:
+                unknown.setdefault(reason, []).append(name)
         finite = [~seen | np.isfinite(mean) for seen, mean in zip(measured, means.values(), strict=True)]
         parts.append(
             pd.DataFrame(
@@ -54,6 +58,7 @@ def head_table(
                     "queries": by_name["queries"].total.numpy().astype(int),
                     **means,
                     "finite": np.logical_and.reduce(finite) if finite else np.ones(heads, dtype=bool),
+                    "unknown": "; ".join(f"{', '.join(names)}: {reason}" for reason, names in unknown.items()),
                     "partial": left_out,
                     "mode": "; ".join(modes.get((stack, layer), [EVALUATION])),
                     "hook": hook_points.get((stack, layer)),
@@ -62,6 +67,8 @@ def head_table(
         )
     table = pd.concat(parts, ignore_index=True)
     ordered = ["stack", "layer", "head", "queries", *(name for name in COLUMNS if name in table), "finite"]
+    if (table["unknown"] != "").any():
+        ordered.append("unknown")
     if left_out:
         ordered.append("partial")
     if (table["mode"] != EVALUATION).any():

@@ -69,12 +69,14 @@ class MapSource(ABC):
         keys: The layers of attention, stack by stack.
         masks_in_call: Whether the arguments of the model's call say which positions are tokens; otherwise the layers
             themselves are told.
+        positions_first: Whether layers read [position, batch, d_model].
         has_maps: Whether the layers have maps over positions; otherwise each has one row for a sequence.
         hook_points: The hook point that the map of each layer passes, by name, in models with TransformerLens' hooks.
     """
 
     masks_in_call: ClassVar[bool] = True
     has_maps: ClassVar[bool] = True
+    positions_first: bool = False
     hook_points: Mapping[LayerKey, str] = MappingProxyType({})
     name: str
     keys: tuple[LayerKey, ...]

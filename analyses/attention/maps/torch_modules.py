@@ -34,6 +34,7 @@ class TorchMaps(MapSource):
         self.name = type(model).__name__
         self._modules = {key: modules[path] for path, key in _keys(model, list(modules)).items()}
         self.keys = tuple(self._modules)
+        self.positions_first = not all(module.batch_first for module in modules.values())
         keys = {module: key for key, module in self._modules.items()}
         within = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
         self._layers = {keys[layer.self_attn]: layer for layer in within if layer.self_attn in keys}

@@ -166,8 +166,23 @@ def _recorded(model: nn.Module) -> Iterator[_MapModule]:
                 continue
             for recorder in recorders if isinstance(recorders, list) else [recorders]:
                 if _matches(recorder, path, module):
-                    index = getattr(recorder, "index", 1)
-                    yield _MapModule(path, module, owner or model, index, "cross" in key, ask=False)
+                    blocks = _attending_blocks(path, module)
+                    index = 1 if blocks else getattr(recorder, "index", 1)
+                    for place, part in blocks or [(path, module)]:
+                        yield _MapModule(place, part, owner or model, index, "cross" in key, ask=False)
+
+
+def _attending_blocks(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the attention of each block of a stage, of which the stage itself gives only the last map.
+
+    A stage holds its blocks in a list, and attention says of itself whether it is causal.
+    """
+    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    return [
+        (f"{path}.{name}", part)
+        for name, part in module.named_modules()
+        if hasattr(part, "is_causal") and any(name.startswith(f"{outer}.") for outer in lists)
+    ]
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -231,7 +246,9 @@ def _demand_weights(attention: Tensor, key: LayerKey, module: _MapModule, name: 
     shape, layer = list(attention.shape), layer_name(*key)
     config = getattr(module.owner, "config", None)
     # An encoder and a decoder may have different numbers of heads.
-    heads = {getattr(config, name) for name in _HEAD_COUNTS if hasattr(config, name)}
+    stated = [getattr(config, name) for name in _HEAD_COUNTS if hasattr(config, name)]
+    # Models of several stages state a number for each.
+    heads = {count for each in stated for count in (each if isinstance(each, list | tuple) else [each])}
     fits = attention.ndim == 4 and (not heads or attention.shape[1] in heads)
     fits = fits and attention.shape[2] <= attention.shape[3]
     if not fits or bool((attention < 0).any()):
