@@ -1,35 +1,20 @@
 """Encoding of texts with marked spans as tokens with relevance masks, by the offsets of a fast tokenizer."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...circuits.errors import CallError
 from .collecting import LeftOut, collected
 from .example import Example, Span, Task, TextExample
+from .tokenized import Side, Tokenized, tokenized
 
 # The number of texts that are tokenized at once.
 _AT_ONCE = 1000
-
-Side = Literal["left", "right"]
-
-
-class _Encoded(NamedTuple):
-    """The tokens of one text or of a pair of texts; `types` is empty if the tokenizer gives no token types."""
-
-    tokens: list[int]
-    spans: list[Span]
-    special: list[bool]
-    in_pair: list[bool]
-    types: list[int]
-
-    @property
-    def body(self) -> list[int]:
-        """The ids of the tokens that are not special."""
-        return [token for token, special in zip(self.tokens, self.special, strict=True) if not special]
 
 
 def encode(
@@ -59,18 +44,20 @@ def encode(
         mask_at_end: whether to put the tokenizer's mask token behind the text, where a masked language model fills in
             the continuation. The continuation must then be a single token.
         next_token: whether the first token of the right continuation is to be predicted among the whole vocabulary. Its
-            id becomes the label, and the continuations are dropped.
+            id becomes the label, and the continuations are dropped. Tokens of white space in front of it, which some
+            tokenizers put apart, are put behind the text, so that the label has content; `Example.blanks` counts them.
         token_types: whether to keep the token types that the tokenizer gives; False for a model that takes none.
 
     Returns:
-        An `Example` for each text, in the same order.
+        An `Example` for each text, in the same order. A warning says in how many of them the space in front of the
+        label was put behind the text.
 
     Raises:
         CallError: the tokenizer is slow or has no mask token; the context leaves no room; or an example has no tokens,
             has no label although its next token is to be predicted, or has a continuation that does not begin at a
             token boundary.
     """
-    tokenized = []
+    whole = []
     encoded = _encoded(
         examples,
         tokenizer,
@@ -83,8 +70,9 @@ def encode(
     for example, item in zip(examples, encoded, strict=True):
         if isinstance(item, LeftOut):
             raise CallError(f"example {example.id or repr(example.text[:60])} cannot be encoded: {item.reason}")
-        tokenized.append(item)
-    return tokenized
+        whole.append(item)
+    _warn_of_spaces(whole)
+    return whole
 
 
 def encode_task(
@@ -124,7 +112,19 @@ def encode_task(
         token_types=token_types,
     )
     items = (next(encoded) if isinstance(example, TextExample) else example for example in task.examples)
-    return collected(replace(task, examples=()), items)
+    whole = collected(replace(task, examples=()), items)
+    _warn_of_spaces([example for example in whole.examples if isinstance(example, Example)])
+    return whole
+
+
+def _warn_of_spaces(examples: Sequence[Example]) -> None:
+    spaced = sum(example.blanks > 0 for example in examples)
+    if spaced:
+        warnings.warn(
+            f"{spaced} of {len(examples)} next tokens would be only white space, because the tokenizer puts the space "
+            f"in front of a word apart; it was put behind the text, and the first token with content is predicted",
+            stacklevel=3,
+        )
 
 
 def _encoded(
@@ -150,16 +150,35 @@ def _encoded(
         )
     rest = iter(examples)
     while chunk := list(islice(rest, _AT_ONCE)):
-        texts = _tokenized(tokenizer, [(example.text, example.pair) for example in chunk], token_types)
-        joined = _tokenized(
+        texts = tokenized(tokenizer, [(example.text, example.pair) for example in chunk], token_types=token_types)
+        joined = tokenized(
             tokenizer,
             [_followed(example, following) for example in chunk for following in example.continuations],
-            token_types,
+            token_types=token_types,
         )
         for example in chunk:
             text = next(texts)
-            continuations = [_after(text, longer) for longer in islice(joined, len(example.continuations))]
+            continuations = [
+                _continuation(example, following, text, longer)
+                for following, longer in zip(example.continuations, joined, strict=False)
+            ]
             yield _example(example, text, continuations, context, cut_from, mask, next_token)
+
+
+class _Continuation(NamedTuple):
+    """The tokens of a continuation, and how many of the first stand for nothing but white space."""
+
+    tokens: tuple[int, ...]
+    blanks: int
+
+
+def _continuation(example: TextExample, following: str, text: Tokenized, longer: Tokenized) -> _Continuation:
+    """Return the tokens that a continuation adds to its text; none if the text is then tokenized differently."""
+    whole = (example.text if example.pair is None else example.pair) + following
+    positions = text.continuation_in(longer)
+    is_blank = [not whole[slice(*longer.spans[position])].strip() for position in positions]
+    blanks = is_blank.index(False) if False in is_blank else len(is_blank)
+    return _Continuation(tuple(longer.tokens[position] for position in positions), blanks)
 
 
 def _followed(example: TextExample, continuation: str) -> tuple[str, str | None]:
@@ -168,70 +187,38 @@ def _followed(example: TextExample, continuation: str) -> tuple[str, str | None]
     return example.text, example.pair + continuation
 
 
-def _tokenized(tokenizer: Any, texts: list[tuple[str, str | None]], token_types: bool) -> Iterator[_Encoded]:
-    alone = _batch(tokenizer, [(text,) for text, pair in texts if pair is None], token_types)
-    pairs = _batch(tokenizer, [(text, pair) for text, pair in texts if pair is not None], token_types)
-    for _, pair in texts:
-        yield next(alone if pair is None else pairs)
-
-
-def _batch(tokenizer: Any, texts: Sequence[tuple[str, ...]], token_types: bool) -> Iterator[_Encoded]:
-    """Yield the tokens of texts, or of pairs of texts."""
-    if not texts:
-        return
-    batch = tokenizer(
-        *(list(column) for column in zip(*texts, strict=True)),
-        padding=False,
-        truncation=False,
-        return_offsets_mapping=True,
-        return_special_tokens_mask=True,
-        verbose=False,
-    )
-    types = batch.get("token_type_ids") if token_types else None
-    for number, (tokens, spans, special) in enumerate(
-        zip(batch["input_ids"], batch["offset_mapping"], batch["special_tokens_mask"], strict=True)
-    ):
-        yield _Encoded(
-            tokens,
-            [(start, end) for start, end in spans],
-            [bool(flag) for flag in special],
-            [which == 1 for which in batch.sequence_ids(number)] if len(texts[number]) > 1 else [],
-            [] if types is None else types[number],
-        )
-
-
-def _after(text: _Encoded, longer: _Encoded) -> tuple[int, ...]:
-    """Return the tokens that a longer text adds to its beginning; none if it tokenizes the beginning differently."""
-    body, whole = text.body, longer.body
-    return tuple(whole[len(body) :]) if whole[: len(body)] == body else ()
-
-
 def _example(
     example: TextExample,
-    text: _Encoded,
-    continuations: list[tuple[int, ...]],
+    text: Tokenized,
+    following: list[_Continuation],
     context: int | None,
     cut_from: Side | None,
     mask: int | None,
     next_token: bool,
 ) -> Example | LeftOut:
-    if not all(continuations):
+    if not all(continuation.tokens for continuation in following):
         return LeftOut("whose continuation does not begin at a token boundary (it may lack a space in front)")
+    label, blanks = example.label, ()
+    continuations = [continuation.tokens for continuation in following]
+    if next_token:
+        if label is None or not following:
+            return LeftOut("without a right continuation whose first token could be predicted")
+        right = following[label]
+        if right.blanks == len(right.tokens):
+            return LeftOut("whose continuation is only white space")
+        blanks, continuations = right.tokens[: right.blanks], [right.tokens[right.blanks :]]
     if mask is not None and any(len(continuation) > 1 for continuation in continuations):
         return LeftOut("whose continuation is several tokens, which one mask token cannot stand for")
-    label = example.label
     if next_token:
-        if label is None or not continuations:
-            return LeftOut("without a right continuation whose first token could be predicted")
-        label, continuations = continuations[label][0], []
-    if mask is not None:
-        text = _with_mask(text, mask, len(example.text if example.pair is None else example.pair))
+        label, continuations = continuations[0][0], []
+    added = (*blanks, *([] if mask is None else [mask]))
+    text = text.with_added(added, len(example.text if example.pair is None else example.pair))
     if not text.tokens or all(text.special):
         return LeftOut("without tokens")
     masks = _masks(example, text)
-    following = max((len(continuation) for continuation in continuations), default=1) - 1
+    room = max((len(continuation) for continuation in continuations), default=1) - 1
     side = cut_from or ("left" if example.continuations else "right")
-    kept = _kept(text, None if context is None else context - following, side)
+    kept = text.kept(None if context is None else context - room, side)
     lost = np.delete(np.any(masks, axis=0), kept) if masks else np.zeros(0)
     whole = Example(
         tokens=tuple(text.tokens),
@@ -247,24 +234,12 @@ def _example(
         pair=example.pair,
         in_pair=tuple(text.in_pair),
         token_types=tuple(text.types),
+        blanks=len(blanks),
     )
     return whole if len(kept) == len(text.tokens) else whole.keep(kept)
 
 
-def _with_mask(text: _Encoded, mask: int, end: int) -> _Encoded:
-    """Put a mask token behind the last token of the text, before the special tokens that follow it."""
-    position = max((number + 1 for number, special in enumerate(text.special) if not special), default=0)
-    before = max(position - 1, 0)
-    return _Encoded(
-        [*text.tokens[:position], mask, *text.tokens[position:]],
-        [*text.spans[:position], (end, end), *text.spans[position:]],
-        [*text.special[:position], True, *text.special[position:]],
-        [*text.in_pair[:position], True, *text.in_pair[position:]] if text.in_pair else [],
-        [*text.types[:position], text.types[before], *text.types[position:]] if text.types else [],
-    )
-
-
-def _masks(example: TextExample, text: _Encoded) -> list[np.ndarray]:
+def _masks(example: TextExample, text: Tokenized) -> list[np.ndarray]:
     """Return each annotator's mask over the tokens; each token is compared with the marks in its own text."""
     if example.pair is None:
         return [_relevant(example.text, marked, text.spans) for marked in example.relevant]
@@ -293,30 +268,3 @@ def _relevant(text: str, marked: Sequence[Span], spans: Sequence[Span]) -> np.nd
         return before[ends] > before[starts]
 
     return np.where(has(~space), has(is_marked & ~space), has(is_marked))
-
-
-def _kept(text: _Encoded, context: int | None, side: Side) -> list[int]:
-    """Return the positions kept within the context: every special token, and as many others as there is room for."""
-    if context is None or len(text.special) <= context:
-        return list(range(len(text.special)))
-    own = [position for position, is_special in enumerate(text.special) if is_special]
-    in_pair = text.in_pair or [False] * len(text.special)
-    first, second = (
-        [position for position, special in enumerate(text.special) if not special and in_pair[position] == wanted]
-        for wanted in (False, True)
-    )
-    room = context - len(own)
-    if room < 1:
-        raise CallError(
-            f"a context with room for {context} tokens has no room for text beside {len(own)} special tokens; "
-            f"expected room for at least {len(own) + 1}"
-        )
-    # The longer of two texts is cut first, and both to the same length if that is not enough.
-    shorter = min(len(first), len(second), room // 2)
-    sizes = (shorter, room - shorter) if len(first) <= len(second) else (room - shorter, shorter)
-    kept = [
-        position
-        for positions, size in zip((first, second), sizes, strict=True)
-        for position in (positions[:size] if side == "right" else positions[max(len(positions) - size, 0) :])
-    ]
-    return sorted(own + kept)

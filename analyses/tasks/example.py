@@ -34,6 +34,8 @@ class Example:
         in_pair: whether each token, and so its span, is of the second text; empty if there is only one.
         token_types: type of each token as the tokenizer gives it, such as 0 for the first text of a pair and 1 for the
             second; empty if the model takes none, or chooses them itself.
+        blanks: number of tokens of white space that were put behind the text because the tokenizer puts the space in
+            front of the label apart; the label is then the first token behind them. They are special.
 
     Raises:
         CallError: there are no tokens; a mask, `special`, `spans`, `in_pair` or `token_types` has another length than
@@ -53,6 +55,7 @@ class Example:
     pair: str | None = None
     in_pair: tuple[bool, ...] = ()
     token_types: tuple[int, ...] = ()
+    blanks: int = 0
 
     def __post_init__(self) -> None:
         """Refuse masks whose length differs from that of the tokens."""

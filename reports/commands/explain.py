@@ -1,5 +1,6 @@
 """The command `qkov explain`."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -120,7 +121,10 @@ def explain(
         examples = load_task(task, data, split, limit or None, seed, **of_task)
         loaded = load_model(model, chosen, mask_token=getattr(tokeniser, "mask_token_id", None))
         tokeniser = tokeniser or _tokeniser_beside(model, examples)
-        fitted = fit_task(examples, loaded, tokeniser)
+        with warnings.catch_warnings():
+            # What they say about labels is among the lines at the end.
+            warnings.simplefilter("ignore", UserWarning)
+            fitted = fit_task(examples, loaded, tokeniser)
         settings = options.settings(task, residual_stream=loaded.residual_stream)
         explanation = explain_task(loaded, fitted, settings, tokeniser=tokeniser, progress=progress.update)
     explanation.description["command"] = command_as_typed()
@@ -165,6 +169,13 @@ def _lines(summary: dict[str, Any]) -> list[str]:
             f"{summary['pairs']} of {summary['examples']} examples are pairs of texts; relevant: "
             f"{summary['relevant_tokens']}"
         )
+    if summary["spaced_labels"]:
+        lines.append(
+            f"{summary['spaced_labels']} of {summary['examples']} labels were changed: the tokenizer puts the space in "
+            "front of them apart, so the space was put behind the text, and the first token with content is predicted"
+        )
+    if summary["blank_labels"]:
+        lines.append(f"warning: {summary['blank_labels']} of {summary['examples']} labels are only white space")
     for name, result in summary["relevance"].items():
         lines.append(
             f"{name} by {summary['method']}: {result['value']:.4f} ({result['low']:.4f} to {result['high']:.4f}), "

@@ -70,7 +70,7 @@ def explain_summary(explanation: Explanation) -> dict[str, Any]:
         "task": described["task"]["name"],
         "examples": described["task"]["examples"],
         "relevant_tokens": described["task"]["relevant"],
-        "pairs": described["task"]["pairs"],
+        **{name: described["task"][name] for name in ("pairs", "spaced_labels", "blank_labels")},
         "accuracy": _accuracy(explanation),
         "method": described["settings"]["main"],
         "convention": described["settings"]["convention"],

@@ -301,10 +301,11 @@ def test_mask_at_end_needs_a_mask_token(byte_level):
 
 
 def test_the_next_token_is_the_first_one_of_the_right_continuation(byte_level):
-    text = TextExample(text="the keys", label=1, continuations=(" are", " qqq"))
+    text = TextExample(text="the keys", label=1, continuations=(" are", " near"))
     (whole,) = encode([text], byte_level)
     (example,) = encode([text], byte_level, next_token=True)
     assert example.label == whole.continuations[1][0]
+    assert example.tokens == whole.tokens
     assert example.continuations == ()
     with pytest.raises(CallError, match="without a right continuation"):
         encode([TextExample(text="the keys")], byte_level, next_token=True)

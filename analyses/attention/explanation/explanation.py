@@ -17,7 +17,7 @@ from ..measures.paper_readout import PaperReadout
 from ..models.alternatives import Answers, answers, are_compared, label_of
 from ..models.model import AttentionModel
 from ..models.task_fitting import with_class_names
-from ..models.tokenisers import written
+from ..models.tokenisers import blank_labels, written
 from ..rationales.faithfulness import RANDOM, Faithfulness, faithfulness
 from ..rationales.plausibility import plausibility
 from ..relevance.dtap import dtap
@@ -134,7 +134,7 @@ def explain(
     has_cells = main is not None and main.table["probability"].notna().any()
     name = written(tokeniser)
     return Explanation(
-        description=described(model, task, settings, compared, rows, faithful, main),
+        description=described(model, task, settings, compared, rows, faithful, main, tokeniser),
         examples=example_table(task, predicted, main, name, classifies=model.classifies),
         tokens=token_table(examples, rows, name),
         methods=method_table(faithful, relevance, plausible, settings),
@@ -213,6 +213,7 @@ def described(
     rows: MethodRows,
     faithful: Faithfulness,
     main: RelevantAttention | None,
+    tokeniser: Any | None = None,
 ) -> dict[str, Any]:
     """Return the description of an explanation, in the form in which it is read back from JSON.
 
@@ -224,8 +225,10 @@ def described(
         rows: rows of all methods.
         faithful: results on faithfulness.
         main: relevant-token attention of the main method; None if no example has a relevant token.
+        tokeniser: the model's tokenizer, which tells which labels are white space; None if there is none.
     """
     examples = task.in_tokens
+    has_next_tokens = not model.classifies and tokeniser is not None
     without = {"without a relevant token": len(examples)}
     kind = "classifier" if model.classifies else "causal language model" if model.causal else "masked language model"
     description = {
@@ -244,6 +247,8 @@ def described(
             "classes": list(task.classes),
             "examples": len(examples),
             "pairs": sum(example.pair is not None for example in examples),
+            "spaced_labels": sum(example.blanks > 0 for example in examples),
+            "blank_labels": blank_labels(examples, tokeniser) if has_next_tokens else 0,
             "cut_examples": sum(example.cut > 0 for example in examples),
             "attention_bins": list(task.attention_bins),
             "probability_bins": list(task.probability_bins),

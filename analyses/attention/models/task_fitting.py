@@ -1,12 +1,14 @@
 """Fitting a task to a model: in the model's tokens, within its context, and of the kind that it can answer."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 from ....circuits.errors import CallError
 from ...tasks.encoding import encode_task
-from ...tasks.example import Task, TextExample
+from ...tasks.example import Example, Task, TextExample
 from .model import AttentionModel
+from .tokenisers import blank_labels
 
 
 def with_class_names(task: Task, model: AttentionModel) -> Task:
@@ -41,7 +43,8 @@ def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) ->
 
     Texts are cut to the model's context. The tokenizer's token types are kept if the model takes any. For a masked
     language model, its mask token is added at the end. If a language model is given only the right continuation and
-    none to compare it with, it has to predict the first token of that continuation among the whole vocabulary.
+    none to compare it with, it has to predict the first token of that continuation among the whole vocabulary, and the
+    first with content where the tokenizer puts a space apart; a warning says how many labels that concerns.
 
     Args:
         task: A task of texts or of tokens.
@@ -63,6 +66,13 @@ def fit_task(task: Task, model: AttentionModel, tokeniser: Any | None = None) ->
         )
     task = with_class_names(task, model)
     texts = [example for example in task.examples if isinstance(example, TextExample)]
+    of_tokens = [example for example in task.examples if isinstance(example, Example)]
+    blank = 0 if model.classifies or tokeniser is None else blank_labels(of_tokens, tokeniser)
+    if blank:
+        warnings.warn(
+            f"{blank} of {len(of_tokens)} labels in tokens are only white space, and are predicted as they are",
+            stacklevel=2,
+        )
     if not texts:
         return task
     if tokeniser is None:

@@ -1,10 +1,12 @@
 """The tokenizer that belongs to a model, and how token ids are written for people."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ....circuits.errors import QkovError, named_input
+from ...tasks.example import Example
 
 #: Writes token ids as text.
 Written = Callable[[Sequence[int]], str]
@@ -48,6 +50,17 @@ def _demand_vocabulary(tokeniser: Any, path: Path, address: Path | str) -> None:
             f"{address} has no tokenizer (expected one of {', '.join(files)}); save the one that the model was trained "
             f"with there, or give its address (--tokenizer)"
         )
+
+
+def blank_labels(examples: Sequence[Example], tokeniser: Any) -> int:
+    """Return how many examples have a next token as their label that is only white space.
+
+    Args:
+        examples: Examples of a language model. Those with continuations have no next token as their label.
+        tokeniser: The model's tokenizer.
+    """
+    labels = Counter(example.label for example in examples if not example.continuations and example.label is not None)
+    return sum(count for label, count in labels.items() if not tokeniser.decode([label]).strip())
 
 
 def written(tokeniser: Any | None) -> Written:
