@@ -199,10 +199,10 @@ def row_measures(
     # Entries that do not occur have no attention.
     per_key = weights / counts.clamp_min(torch.finfo(counts.dtype).tiny)[:, None]
     entropy = torch.special.entr(weights).sum(dim=-1) + torch.special.xlogy(weights, counts[:, None]).sum(dim=-1)
-    occurs = (counts * relevant).sum(dim=-1)
+    occurs = (counts * relevant).sum(dim=1)
     has_relevant = (occurs > 0)[:, None]
     on_relevant = torch.where(has_relevant, (weights * relevant[:, None]).sum(dim=-1), torch.nan)
-    chance = torch.where(has_relevant, (occurs / counts.sum(dim=-1))[:, None].expand_as(on_relevant), torch.nan)
+    chance = torch.where(has_relevant, (occurs / counts.sum(dim=1))[:, None].expand_as(on_relevant), torch.nan)
     return {
         "entropy": entropy,
         "largest": torch.where(counts[:, None] > 0, per_key, 0.0).amax(dim=-1),

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from qkov.analyses.dynamics import Parameterization, at_loss, directions
+from qkov.analyses.dynamics import Parameterization, at_loss, directions, integrate
 from qkov.analyses.studies.comparison import (
     FAR_LOSSES,
+    _relative_distance,
+    flow_table,
     long_after_table,
     matched_loss_table,
     preconditioner_table,
@@ -41,7 +43,7 @@ def test_scales_are_those_of_the_saved_weights(small):
 
 def test_matched_loss_is_of_every_run_and_loss(small):
     table = matched_loss_table(*small)
-    assert len(table) == 4 * 2 * 3
+    assert table["loss"].tolist() == [0.5, 0.1, 0.01] * 4 * 2
     for row in table.to_dict("records"):
         chosen = Parameterization[row["parameterization"]]
         predicted = at_loss(small[0].plan.setting, chosen, row["ratio"], row["loss"])
@@ -61,6 +63,29 @@ def test_long_after_goes_beyond_what_was_trained(small):
         assert rows["alpha_predicted"].is_monotonic_increasing
 
 
+def test_distances_are_relative_where_the_prediction_has_grown_to_a_thousandth_of_its_last_value():
+    trained, predicted = np.array([5.0, 0.016, 0.9, 17.6]), np.array([1e-5, 0.016, 1.0, 16.0])
+    assert _relative_distance(trained, predicted) == pytest.approx(0.1, rel=1e-12)
+    assert _relative_distance(trained * [1, 3, 1, 1], predicted) == pytest.approx(0.1, rel=1e-12)
+    assert _relative_distance(trained * [1, 1, 0.5, 1], predicted) == pytest.approx(0.55, rel=1e-12)
+
+
+def test_the_flow_is_integrated_to_the_times_of_the_checkpoints(small):
+    reproduction, measured = small
+    table = flow_table(reproduction, measured)
+    assert len(table) == 4 * 2
+    for row, run in zip(table.to_dict("records"), reproduction.of_kind("balanced"), strict=True):
+        assert (row["parameterization"], row["ratio"]) == (run.parameterization.value, run.ratio)
+        later = measured[run.name].iloc[1:]
+        assert later["time"].iloc[0] > 0
+        last = float(later["time"].max())
+        flow = integrate(reproduction.plan.setting, run.parameterization, run.ratio, until_time=last)
+        alpha = [float(flow.at(np.array([time])).attention[0]) for time in later["time"]]
+        assert row["alpha"] == pytest.approx(np.abs(later["attention"] - alpha).max(), rel=1e-6)
+        assert 0 < row["alpha"] < 0.1
+        assert 0 < row["mu_ov"] < 0.2
+
+
 def test_estimates_name_the_run(small):
     estimates = estimate_ratios(*small)
     assert len(estimates) == 4 * 2
@@ -73,7 +98,7 @@ def test_estimates_name_the_run(small):
 
 def test_the_rescaled_runs_trace_fafo(small):
     table = rescaled_table(*small)
-    assert len(table) == 2 * 3
+    assert table["loss"].tolist() == [0.5, 0.1, 0.01] * 2
     assert (table["difference"] < 0.03).all()
     np.testing.assert_allclose(table["time_collapsed"], table["time_factorized"], rtol=0.03)
 
@@ -96,6 +121,7 @@ def test_the_worst_step_and_the_worst_checkpoint_are_reported(small):
         6.0,
         -0.7,
     ]
+    one_bad_step.loc[one_bad_step.index[0], "omega_cosine_qk"] = 0.25
     table = preconditioner_table(reproduction, measured | {run.name: one_bad_step})
     row = table[
         (table["parameterization"] == "FAFO") & (table["ratio"] == run.ratio) & (table["circuit"] == "QK")
@@ -106,6 +132,7 @@ def test_the_worst_step_and_the_worst_checkpoint_are_reported(small):
         6.0,
         -0.7,
     )
+    assert row["omega_cosine_start"] == 0.25
     one_bad_checkpoint = measured[run.name].copy()
     last = one_bad_checkpoint.index[-1]
     one_bad_checkpoint.loc[last, "mu_ov"] *= 2
@@ -124,6 +151,8 @@ def test_the_papers_setting_is_met_to_every_printed_digit():
         for quantity in ("mu_ov", "mu_qk", "alpha"):
             assert round(row[quantity], 3) == row[f"{quantity}_printed"]
     alphas = paper_setting_table().set_index(["parameterization", "ratio"])["alpha"]
+    assert alphas["FAFO"].index.tolist() == [0.01, 0.1, 1, 10, 100]
+    assert len(alphas) == 4 * 5
     # The review's falsifier: 0.993 against 0.149.
     assert round(alphas["CACO", 100.0], 3) == 0.993
     assert round(alphas["CACO", 0.01], 3) == 0.149
@@ -143,3 +172,10 @@ def test_growth_before_saturation_is_told_apart(small):
             # Until 1 - alpha has fallen by a tenth, the frozen alpha is off by at most that.
             assert own.slope == pytest.approx(growth.slope_predicted, rel=0.1)
     assert any(growth.decided for growth in comparisons)
+
+
+def test_growth_is_not_decided_with_too_few_checkpoints_before_saturation(small):
+    for growth in compare_growth(*small, departure=1e-9):
+        assert growth.fits is None
+        assert growth.series.empty
+        assert not growth.decided

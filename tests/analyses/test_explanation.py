@@ -17,6 +17,8 @@ from qkov.analyses.attention import (
 )
 from qkov.analyses.attention.explanation import files as explanation_files
 from qkov.analyses.attention.explanation.files import is_explanation
+from qkov.analyses.attention.explanation.rows import MethodRows
+from qkov.analyses.attention.explanation.tables import token_table
 from qkov.analyses.attention.measures.paper_readout import PaperReadout
 from qkov.analyses.attention.models.alternatives import answers
 from qkov.analyses.attention.rationales.attribution import quick_methods
@@ -282,3 +284,27 @@ def test_damaged_files_are_named(toy, tmp_path):
     (tmp_path / "explanation.json").write_text('{"format": "another"}')
     with pytest.raises(CallError, match="written by another version"):
         read_explanation(tmp_path)
+
+
+def test_tokens_are_listed_with_what_is_known_of_each():
+    marked = Example((5, 6, 7), relevant=((False, True, True), (False, True, False)), spans=((0, 2), (2, 3), (4, 9)))
+    plain = Example((6, 8), special=(True, False))
+    rows = MethodRows(
+        {"a": [torch.tensor([0.25, 0.5, 0.25]).double(), torch.tensor([0.75, 0.25]).double()]}, [2, 0], None
+    )
+    table = token_table([marked, plain], rows, lambda tokens: f"<{tokens[0]}>")
+    assert table["example"].tolist() == [0, 0, 0, 1, 1]
+    assert table["position"].tolist() == [0, 1, 2, 0, 1]
+    assert table["written"].tolist() == ["<5>", "<6>", "<7>", "<6>", "<8>"]
+    assert list(zip(table["start"], table["end"], strict=True)) == [(0, 2), (2, 3), (4, 9), (-1, -1), (-1, -1)]
+    assert table["special"].tolist() == [False, False, False, True, False]
+    assert table["relevance"].tolist() == [0, 1, 0.5, 0, 0]
+    assert table["readout"].tolist() == [False, False, True, True, False]
+    assert table["a"].tolist() == [0.25, 0.5, 0.25, 0.75, 0.25]
+    assert table["in_pair"].tolist() == [False] * 5
+    assert table["token_type"].isna().all()
+
+
+def test_rows_of_tables_have_numbers_of_their_own(toy):
+    for table in (toy.examples, toy.tokens, toy.methods, toy.curves):
+        assert table.index.tolist() == list(range(len(table)))

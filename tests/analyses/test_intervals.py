@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from qkov.analyses.attention import Bootstrap
-from qkov.analyses.attention.intervals import EXACT, NO_SPREAD, TOO_FEW, mean_intervals
+from qkov.analyses.attention.intervals import EXACT, NO_SPREAD, TOO_FEW, _weights, mean_intervals
 from qkov.circuits import CallError
 from scipy.stats import beta, bootstrap
 
@@ -56,6 +56,21 @@ def test_figures_share_their_draws_and_their_batches_do_not_matter(monkeypatch):
     one, other = (mean_intervals(given)[["low", "high"]].to_numpy() for given in (values, values[1:2]))
     np.testing.assert_allclose(one[1], other[0], rtol=1e-12)
     assert mean_intervals(values, Bootstrap(seed=1))["low"].tolist() != at_once["low"].tolist()
+
+
+@pytest.mark.parametrize(("at_once", "rows"), [(30 * 500, 500), (30 * 500 + 29, 500), (7, 1)])
+def test_no_more_indices_are_drawn_at_once_than_allowed_unless_the_examples_are_more(monkeypatch, at_once, rows):
+    shapes = []
+
+    def watched(indices, count):
+        shapes.append(indices.shape)
+        return _weights(indices, count)
+
+    monkeypatch.setattr("qkov.analyses.attention.intervals._AT_ONCE", at_once)
+    monkeypatch.setattr("qkov.analyses.attention.intervals._weights", watched)
+    mean_intervals(drawn(1, 1, 30), Bootstrap(resamples=1200))
+    assert max(shapes) == (rows, 30)
+    assert sum(count for count, _ in shapes) >= 1200
 
 
 def test_a_figure_of_two_means():
@@ -115,7 +130,9 @@ def test_examples_with_an_unknown_value_are_left_out():
 def test_wrong_settings_are_refused():
     with pytest.raises(CallError, match="resamples should be at least 1, got 0"):
         Bootstrap(resamples=0)
-    with pytest.raises(CallError, match="confidence is a share between 0 and 1, got 95"):
-        Bootstrap(confidence=95.0)
+    for confidence in (95.0, 1.0, 0.0):
+        with pytest.raises(CallError, match=f"confidence is a share between 0 and 1, got {confidence}"):
+            Bootstrap(confidence=confidence)
+    assert Bootstrap(resamples=1).resamples == 1
     with pytest.raises(CallError, match="at least one run"):
         mean_intervals(np.empty((1, 0, 3)))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from qkov.analyses.attention import Batch, Counting, Relevance, Rollout, last_layer, readout_rows, rollout
 from qkov.analyses.attention.measures.paper_readout import HATEXPLAIN_READOUT, SUBJECT_VERB_READOUT, PaperReadout
+from qkov.analyses.attention.models.readout import queries_read
 from qkov.analyses.tasks import Example
 from qkov.circuits import CallError
 
@@ -127,3 +128,23 @@ def test_a_padded_length_of_one_keeps_the_first_token():
     batch = PaperReadout(pad_mask=True, padded_length=1).batch([example(5, 0), example(2, 1)], PAD)
     assert batch.tokens.tolist() == [[1], [1]]
     assert [one.relevant for one in batch.examples] == [((True,),), ((False,),)]
+
+
+@pytest.mark.parametrize("read", [[0], [2], [1, 3]])
+def test_the_queries_that_a_prediction_reads_are_those_with_a_gradient(read):
+    class ReadsSome(ToyAttention):
+        """One output, the sum of the largest of some rows of the last layer's map."""
+
+        def embed(self, tokens):
+            return torch.nn.functional.one_hot(tokens, 9).double()
+
+        def logits(self, tokens, mask, *, maps=None, embedded=None, **_):
+            assert maps is not None
+            vectors = self.embed(tokens) if embedded is None else embedded
+            scores = (vectors @ vectors.mT).masked_fill(~mask[:, None], -torch.inf)
+            attention = [(scores * (layer + 1)).softmax(dim=-1)[:, None].expand(-1, 3, -1, -1) for layer in range(2)]
+            for layer, given in enumerate(attention):
+                maps(layer, given)
+            return (attention[1][:, :, read].amax(dim=-1).sum(dim=(1, 2)) + attention[0][:, 0, 3, 0])[:, None]
+
+    assert queries_read(ReadsSome(), torch.tensor([[1, 2, 3, 4]])) == read

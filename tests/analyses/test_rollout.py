@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.analyses.attention import FusedMaps, Rollout, rollout
+from qkov.analyses.attention.measures.fusion import discard_smallest
 from qkov.circuits import CallError, QkovError
 
 from .toy_attention import ToyAttention, batch_of, kept_maps
@@ -261,3 +262,23 @@ def test_heads_that_attend_apart_have_no_min_and_only_where_it_is_needed():
         kept.row(torch.tensor([1]))
     with pytest.raises(QkovError, match="query 1 of example 0"):
         kept.matrix()
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"),
+    [
+        (0.0, [[0, 1, 2], [0, 1, 2, 3], [], [0, 1, 2, 3]]),
+        (0.3, [[0, 1, 2], [1, 2, 3], [], [0, 1, 2, 3]]),
+        (0.5, [[0, 1], [1, 2, 3], [], [0, 1, 2, 3]]),
+        (0.7, [[0], [1, 2, 3], [], [0, 1, 2, 3]]),
+        (1 - 1e-12, [[0], [1, 3], [], [0, 1, 2, 3]]),
+    ],
+)
+def test_the_smallest_are_dropped_of_each_query_and_never_all(share, kept):
+    """Of 3, 4, 0 and 4 keys; a token's attention to itself stays, and so do ties."""
+    rows = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.0] * 4, [0.25] * 4], dtype=torch.float64)
+    found = discard_smallest(rows[None].clone(), share)[0]
+    expected = torch.zeros_like(rows)
+    for query, keys in enumerate(kept):
+        expected[query, keys] = rows[query, keys]
+    assert torch.equal(found, expected)

@@ -137,3 +137,15 @@ def test_checkpoints_without_a_population_are_refused(tmp_path):
     path = save_checkpoint(tmp_path, 0, [weights], {}, {"seed": 1})
     with pytest.raises(QkovError, match=r"step_000000000\.safetensors does not state the population"):
         SingleLayerModel.open(path)
+
+
+def test_the_model_is_one_layer_without_a_residual_stream_read_at_the_last_token():
+    adapted = SingleLayerModel(trained(Parameterization.FAFO, 50, 4), torch.eye(50, dtype=torch.float64))
+    assert (adapted.layers, adapted.layer_keys, adapted.heads) == (1, (("", 0),), 1)
+    assert adapted.causal
+    assert adapted.classifies
+    assert not adapted.residual_stream
+    assert not adapted.own_padding
+    assert (adapted.pad, adapted.mask_token, adapted.context) == (0, None, None)
+    with pytest.raises(CallError, match="the model has runs 0 to 0, got run -1"):
+        SingleLayerModel(trained(Parameterization.FAFO, 50, 4), torch.eye(50, dtype=torch.float64), run=-1)

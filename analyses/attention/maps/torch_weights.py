@@ -37,7 +37,6 @@ def attention_weights(
         0.0,
         module.out_proj.weight,
         module.out_proj.bias,
-        training=False,
         key_padding_mask=arguments.get("key_padding_mask"),
         need_weights=True,
         attn_mask=arguments.get("attn_mask"),

@@ -85,8 +85,8 @@ def discard_smallest(fused: Float[Tensor, "batch query key"], share: float) -> F
         return fused
     seen = fused > 0
     count = seen.sum(dim=-1, keepdim=True)
-    # 0.29 * 100 is slightly less than 29 in floating point.
-    dropped = (share * count.double() + 1e-9).long().clamp(max=fused.shape[-1] - 1)
+    # 0.29 * 100 is slightly less than 29 in floating point, and a share of almost 1 would be all keys.
+    dropped = torch.minimum((share * count.double() + 1e-9).long(), (count - 1).clamp_min(0))
     threshold = fused.masked_fill(~seen, torch.inf).sort(dim=-1).values.gather(-1, dropped)
     below = fused < threshold
     below.diagonal(dim1=-2, dim2=-1).fill_(False)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float64
 from torch import Tensor
 
@@ -135,10 +134,8 @@ def attribute(
         demand_fitting(model, example, number)
     targets = _targets(model, examples, target, batch_tokens)
     questions = [question_of(model, example, chosen) for example, chosen in zip(examples, targets, strict=True)]
-    rows: list[Tensor] = [torch.empty(0)] * len(examples)
-    deltas = [0.0] * len(examples)
-    has_delta = False
-    done = 0
+    rows: dict[int, Tensor] = {}
+    deltas: dict[int, float] = {}
     for bucket in length_buckets([len(question.run.tokens) for question in questions], batch_tokens):
         inputs = AttributionInputs.of(model, [questions[index] for index in bucket], baseline)
         options = AttributionOptions(steps, batch_tokens, seed, bucket)
@@ -152,11 +149,16 @@ def attribute(
                 )
             rows[index] = own.abs() if magnitude else own
             if delta is not None:
-                has_delta, deltas[index] = True, float(delta[row])
-        done += len(bucket)
+                deltas[index] = float(delta[row])
         if progress is not None:
-            progress(done, len(examples))
-    return Attributions(method, rows, targets, deltas if has_delta else None)
+            progress(len(rows), len(examples))
+    in_order = range(len(examples))
+    return Attributions(
+        method,
+        [rows[index] for index in in_order],
+        targets,
+        [deltas[index] for index in in_order] if deltas else None,
+    )
 
 
 def _targets(model: AttentionModel, examples: Sequence[Example], target: Target, batch_tokens: int) -> list[int]:
