@@ -1,6 +1,5 @@
 """The results of one call of a model: sums of the measures, values for each example, and the maps that are kept."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,14 +7,17 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap, LayerRows, MapSource
+from ...analyses.attention.maps.columns import WHOLE
+from ...analyses.attention.maps.source import LayerMap, LayerRows
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.algebra.products import upcast
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import LayerKey
-from ..maps.masks import Sides, TokenMasks
+from ..maps.masks import MapInCall, TokenMasks
+from ..maps.model_call import ModelCall
 from ..maps.parts import sides_of_parts, why_in_parts
 from ..maps.selection import HeadKey
+from ..maps.sides import Sides
 from .measures import QueryMeasures, row_measures
 from .rollout_mass import RolloutMass
 
@@ -100,8 +102,7 @@ class WatchedBatch:
 
     Attributes:
         settings: What is measured.
-        source: The source of the maps.
-        arguments: The arguments that the model was called with, by name.
+        call: The call.
         sums: The sums by layer and measure.
         modes: The mode that each layer ran in.
         no_examples: Why there is nothing to say of single examples; None if there is.
@@ -109,17 +110,21 @@ class WatchedBatch:
     """
 
     settings: BatchSettings
-    source: MapSource
-    arguments: Mapping[str, Any]
+    call: ModelCall
     sums: dict[LayerKey, dict[str, HeadSums]] = field(default_factory=dict, init=False)
     modes: dict[LayerKey, str] = field(default_factory=dict, init=False)
     no_examples: str | None = field(default=None, init=False)
     maps: dict[HeadKey, Tensor] = field(default_factory=dict, init=False)
     _sides: dict[Any, Sides] = field(default_factory=dict, init=False)
-    _queries: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _latest: dict[str, Sides] = field(default_factory=dict, init=False)
     _main: Sides | None = field(default=None, init=False)
     _rollout: RolloutMass | None = field(default=None, init=False)
     _heads: dict[LayerKey, Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        return self.call.source.name
 
     def take(self, layer_map: LayerMap | LayerRows) -> None:
         """Measure a layer.
@@ -127,11 +132,11 @@ class WatchedBatch:
         Raises:
             CallError: The layer has already been measured in this call, or the masks do not fit its map.
         """
-        name = self.source.layer_name(layer_map.key)
+        name = self.call.source.layer_name(layer_map.key)
         if layer_map.key in self.sums:
             raise CallError(
-                f"{name} of {self.source.name} gave two maps in one call of the model; put the probe on the part that "
-                f"is called twice"
+                f"{name} of {self.name} gave two maps in one call of the model; put the probe on the part that is "
+                f"called twice"
             )
         if isinstance(layer_map, LayerRows):
             self.sums[layer_map.key] = _of_rows(layer_map, self.settings.names)
@@ -139,13 +144,12 @@ class WatchedBatch:
         attention = layer_map.attention.detach()
         if torch._C._functorch.is_batchedtensor(attention):  # pyright: ignore[reportAttributeAccessIssue]
             raise CallError(
-                f"{self.source.name} is called inside torch.func.vmap, where the values of a map cannot be read; call "
+                f"{self.name} is called inside torch.func.vmap, where the values of a map cannot be read; call "
                 f"it outside"
             )
         if attention.ndim != 4:
             raise CallError(
-                f"{name} of {self.source.name} gave a map of shape {list(attention.shape)}; expected [batch, head, "
-                f"query, key]"
+                f"{name} of {self.name} gave a map of shape {list(attention.shape)}; expected [batch, head, query, key]"
             )
         # The user's mixed precision must not make products of maps less exact.
         with torch.no_grad(), torch.autocast(attention.device.type, enabled=False):
@@ -155,17 +159,18 @@ class WatchedBatch:
         stack, layer = layer_map.key
         self.modes[layer_map.key] = layer_map.mode
         self._keep_maps(layer_map.key, attention)
-        why = why_in_parts(layer_map, self.source, self.arguments)
+        why = why_in_parts(layer_map, self.call.source, self.call.arguments)
         if why is not None:
             self.sums[layer_map.key] = self._of_parts(layer_map, attention, why)
-            self.no_examples = f"{self.source.layer_name(layer_map.key)} of {self.source.name}: {why}"
+            self.no_examples = f"{self.call.source.layer_name(layer_map.key)} of {self.name}: {why}"
             return
         sides = self._sides_of(layer_map)
         measured = QueryMeasures(attention, sides, self.settings.names)
         sums = _sums_of(measured, sides)
         if "relevant" in measured.values:
             for name in AT_READOUT:
-                sums[f"{name}_at_readout"] = _over_examples(measured.at(name, sides))
+                known = name in measured.values
+                sums[f"{name}_at_readout"] = _over_examples(measured.at(name, sides)) if known else sums[name]
             self._heads[layer_map.key] = measured.at("relevant", sides)
         self.sums[layer_map.key] = sums
         if stack == "" and self.settings.rollout is not None and layer_map.is_self:
@@ -175,7 +180,7 @@ class WatchedBatch:
         self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"], why: str
     ) -> dict[str, HeadSums]:
         """Return the sums of maps of parts of the inputs, whose positions and examples are not known."""
-        sides = sides_of_parts(layer_map, self.source, self.arguments, self.settings.masks)
+        sides = sides_of_parts(layer_map, self.call.source, self.call.arguments, self.settings.masks)
         names = self.settings.names
         sums = _sums_of(
             QueryMeasures(attention, sides, tuple(name for name in names if name in _WITHOUT_POSITIONS)), sides
@@ -188,14 +193,14 @@ class WatchedBatch:
 
     def _sides_of(self, layer_map: LayerMap) -> Sides:
         stack, shape = layer_map.key[0], layer_map.attention.shape
-        known = (stack, shape[0], *shape[2:], layer_map.attention.device)
+        # The sides keep the tensor that layers with the same mask share, so that no other one takes its identity.
+        seen = layer_map.seen()
+        known = (stack, shape[0], *shape[2:], layer_map.attention.device, layer_map.columns, id(seen))
         if layer_map.real_keys is not None or known not in self._sides:
-            decoder = self._queries.get("decoder") if stack == "decoder cross" else None
-            if decoder is not None and decoder.shape != (shape[0], shape[2]):
-                decoder = None
-            self._sides[known] = self.settings.masks.sides(layer_map, self.source, self.arguments, decoder)
+            decoder = self._latest.get("decoder") if stack == "decoder cross" else None
+            self._sides[known] = self.settings.masks.sides(MapInCall(layer_map, seen, self.call), decoder)
         sides = self._sides[known]
-        self._queries[stack] = sides.queries
+        self._latest[stack] = sides
         if self._main is None:
             self._main = sides
         return sides
@@ -203,7 +208,10 @@ class WatchedBatch:
     def _roll_out(
         self, settings: Rollout, layer: int, attention: Float[Tensor, "batch head query key"], sides: Sides
     ) -> None:
-        if layer == 0 and sides.offset == 0:
+        if sides.columns != WHOLE or attention.shape[2] != attention.shape[3]:
+            self._rollout = None
+            return
+        if layer == 0:
             self._rollout = RolloutMass(settings, sides, rows=self.settings.rollout_rows)
         if self._rollout is not None and not self._rollout.fits(attention):
             self._rollout = None
@@ -216,7 +224,7 @@ class WatchedBatch:
         for head in heads:
             if head >= attention.shape[1]:
                 raise CallError(
-                    f"the map of head {head} was asked for; {self.source.layer_name(key)} of {self.source.name} has "
+                    f"the map of head {head} was asked for; {self.call.source.layer_name(key)} of {self.name} has "
                     f"heads 0 to {attention.shape[1] - 1}"
                 )
             self.maps[*key, head] = attention[:, head].cpu().clone()
@@ -227,18 +235,18 @@ class WatchedBatch:
         Raises:
             CallError: The model gave no map at all.
         """
-        if not self.sums and self.arguments.get("stop_at_layer") is None:
-            raise CallError(f"{self.source.name} gave no attention map; load it with eager attention")
+        if not self.sums and self.call.arguments.get("stop_at_layer") is None:
+            raise CallError(f"{self.name} gave no attention map; load it with eager attention")
         self.sums = {key: {name: sums.on_cpu() for name, sums in by_name.items()} for key, by_name in self.sums.items()}
         if self._main is None or self.no_examples is not None:
             return None
         sides, rollout = self._main, self._rollout
-        if rollout is not None and rollout.layers < sum(stack == "" for stack, _ in self.source.keys):
+        if rollout is not None and rollout.layers < sum(stack == "" for stack, _ in self.call.source.keys):
             rollout = None
-        relevant = None if sides.relevant is None else sides.relevant.sum(dim=1).cpu()
+        relevant = None if sides.relevant_tokens is None else sides.relevant_tokens.cpu()
         return ExampleValues(
-            tokens=sides.keys.sum(dim=1).cpu(),
-            readout=(sides.readout + (sides.offset or 0)).cpu(),
+            tokens=sides.tokens.cpu(),
+            readout=sides.column_of_readout().cpu(),
             relevant=relevant,
             rollout=None if rollout is None else _on_cpu(rollout.mass()),
             chance=None if rollout is None else _on_cpu(rollout.chance()),
@@ -253,6 +261,8 @@ def _sums_of(measured: QueryMeasures, sides: Sides) -> dict[str, HeadSums]:
     if measured.values:
         for name, total, count in zip(measured.values, *measured.sums(sides.asked), strict=True):
             sums[name] = HeadSums(total, count)
+    for name, reason in measured.unknown.items():
+        sums[name] = HeadSums(torch.zeros_like(queries), torch.zeros_like(queries), (reason,))
     return sums
 
 

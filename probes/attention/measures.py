@@ -6,10 +6,14 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from ...analyses.attention.maps.columns import WHOLE, Columns, Unknown
 from ...analyses.dynamics.sequences import Sequences
 from ...circuits.algebra.products import upcast
-from ..maps.masks import Sides
+from ..maps.positions import first_key
+from ..maps.sides import Sides
 
+#: The measures that need to know the positions of queries and keys.
+BY_POSITION = ("sink", "self", "previous", "next")
 #: Scratch memory is at most this many numbers, or this share (1/6) of a layer's maps if they are small.
 _SCRATCH, _SHARE = 1 << 20, 6
 
@@ -29,9 +33,15 @@ class QueryMeasures:
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
 
     Queries without any weight, which dropout may produce, are left out everywhere, and those of an example without any
-    relevant token are left out of `relevant` and `chance`. How far a query can see is taken
-    from how far back the last token and how far ahead the first token sees, which holds for causal, bidirectional and
-    sliding attention.
+    relevant token are left out of `relevant` and `chance`. What a query can see is what the mask of its layer says;
+    where that is not known, it is taken from how far back the last token and how far ahead the first token sees, which
+    holds for causal, bidirectional and sliding attention. A key that the layer has dropped has no weight.
+
+    Attributes:
+        attends: Whether a query attends to anything.
+        values: The values of each measure.
+        there: Which queries have them.
+        unknown: Why a measure that was asked for is not known.
     """
 
     def __init__(self, attention: Float[Tensor, "batch head query key"], sides: Sides, names: tuple[str, ...]) -> None:
@@ -48,25 +58,43 @@ class QueryMeasures:
         self.attends: Bool[Tensor, "batch head query"] = rows.total != 0
         self.values: dict[str, Float[Tensor, "batch head query"]] = {}
         self.there: dict[str, Bool[Tensor, "batch head query"]] = {}
+        self.unknown: dict[str, str] = {}
         total = rows.total
         if "entropy" in names:
             # -sum p ln p of p = w / s is (-sum w ln w) / s + ln s.
             self._add("entropy", rows.entropy / total + total.log())
         if "largest" in names:
             self._add("largest", rows.largest / total)
-        if "sink" in names:
-            at = sides.first[:, None, None, None].expand(*attention.shape[:3], 1)
-            self._add("sink", attention.gather(-1, at)[..., 0].to(total.dtype) / total)
-        for name, step in (("self", 0), ("previous", -1), ("next", 1)):
-            if name in names and sides.offset is not None:
-                values, exists = _neighbours(attention, sides.keys, sides.offset + step)
-                self._add(name, values.to(total.dtype) / total, exists[:, None])
-        if "relevant" in names and sides.relevant is not None:
+        self._read_positions(attention, sides, names, total)
+        if "relevant" in names and sides.relevant is not None and sides.relevant_tokens is not None:
             # Where no token is relevant there is nothing to measure: 0 would say that nobody attends to it.
-            exists = sides.relevant.any(dim=1)[:, None, None].expand(-1, 1, total.shape[2])
+            exists = (sides.relevant_tokens > 0)[:, None, None].expand(-1, 1, total.shape[2])
             self._add("relevant", rows.relevant / total, exists)
-            chance = _chance(attention, sides, sides.relevant).to(total.dtype)
-            self._add("chance", chance[:, None].expand_as(total), exists)
+            chance = _chance(attention, sides, sides.relevant)
+            if isinstance(chance, Unknown):
+                self.unknown["chance"] = chance.reason
+            else:
+                self._add("chance", chance.to(total.dtype)[:, None].expand_as(total), exists)
+
+    def _read_positions(
+        self,
+        attention: Float[Tensor, "batch head query key"],
+        sides: Sides,
+        names: tuple[str, ...],
+        total: Float[Tensor, "batch head query"],
+    ) -> None:
+        asked = [name for name in BY_POSITION if name in names]
+        if isinstance(sides.positions, Unknown):
+            self.unknown |= dict.fromkeys(asked, sides.positions.reason)
+            return
+        queries = attention.shape[2]
+        keys = {"sink": first_key(sides.keys, queries)} if sides.positions is None else sides.positions.keys
+        for name in asked:
+            if name in keys:
+                key = keys[name]
+                at = key.index[:, None, :, None].expand(*attention.shape[:3], 1)
+                weights = attention.gather(-1, at)[..., 0].to(total.dtype)
+                self._add(name, torch.where(key.held[:, None], weights, 0.0) / total, key.exists[:, None])
 
     def _add(
         self,
@@ -134,43 +162,52 @@ def _parts(maps: int, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
             yield slice(start, start + step), slice(first, first + min(most, queries))
 
 
-def _neighbours(
-    attention: Float[Tensor, "batch head query key"], keys: Bool[Tensor, "batch key"], ahead: int
-) -> tuple[Float[Tensor, "batch head query"], Bool[Tensor, "batch query"]]:
-    """Return the weight of query i on key i + ahead, and whether that key exists."""
-    weights = attention.diagonal(offset=ahead, dim1=-2, dim2=-1)
-    values, exists = torch.zeros_like(attention[..., 0]), torch.zeros_like(keys[:, : attention.shape[2]])
-    start = max(0, -ahead)
-    here = slice(start, start + weights.shape[-1])
-    values[..., here] = weights
-    exists[:, here] = keys[:, start + ahead :][:, : weights.shape[-1]]
-    return values, exists
-
-
 def _chance(
     attention: Float[Tensor, "batch head query key"], sides: Sides, relevant: Bool[Tensor, "batch key"]
-) -> Float[Tensor, "batch query"]:
+) -> Float[Tensor, "batch query"] | Unknown:
     """Return the share of relevant keys among those that each query can see."""
-    keys = attention.shape[-1]
     exact = torch.promote_types(attention.dtype, torch.float32)
-    counts = torch.stack([relevant, sides.keys]).to(exact).cumsum(dim=-1)
-    upto = torch.nn.functional.pad(counts, (1, 0))
-    if sides.offset is None:
-        return (upto[0, :, -1:] / upto[1, :, -1:]).expand(-1, attention.shape[2])
-    back, ahead = reach(attention, sides)
-    positions = sides.offset + torch.arange(attention.shape[2], device=attention.device)
+    batch, _, queries, keys = attention.shape
+    counted = torch.stack([relevant, sides.keys], dim=-1).to(exact)
+    if sides.seen is not None:
+        seen = sides.seen.to(attention.device)
+        if seen.shape[1] == 1:
+            counts = seen.to(exact) @ counted
+        else:
+            step = max(1, _SCRATCH // (batch * keys))
+            counts = torch.cat([part.to(exact) @ counted for part in seen.split(step, dim=1)], dim=1)
+        return (counts[..., 0] / counts[..., 1]).expand(batch, queries)
+    if sides.columns is None:
+        counts = counted.sum(dim=1, keepdim=True)
+        return (counts[..., 0] / counts[..., 1]).expand(batch, queries)
+    if isinstance(sides.columns, Unknown):
+        return sides.columns
+    upto = torch.nn.functional.pad(counted.cumsum(dim=1), (0, 0, 1, 0))
+    back, ahead = _reach(attention, sides, sides.columns)
+    positions = sides.columns.query - sides.columns.key + torch.arange(queries, device=attention.device)
     first, end = (positions - back).clamp(min=0), (positions + ahead + 1).clamp(max=keys)
-    seen = upto[:, :, end] - upto[:, :, first]
-    return seen[0] / seen[1]
+    seen = upto[:, end] - upto[:, first]
+    return seen[..., 0] / seen[..., 1]
 
 
-def reach(attention: Float[Tensor, "batch head query key"], sides: Sides) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
-    """Return how many keys back the last token of any example sees, and how many keys ahead the first one, at most.
+def sees_ahead(attention: Float[Tensor, "batch head query key"], sides: Sides) -> bool:
+    """Return whether a query of a map of the whole sequence can see a key after it.
 
     Args:
         attention: The maps of a layer.
         sides: Their queries and keys.
     """
+    if sides.seen is not None:
+        queries = attention.shape[2]
+        tokens = sides.queries[..., None] & sides.keys[:, None]
+        return bool((sides.seen.to(attention.device).expand(-1, queries, -1) & tokens).triu(1).any())
+    return bool(_reach(attention, sides, WHOLE)[1] > 0)
+
+
+def _reach(
+    attention: Float[Tensor, "batch head query key"], sides: Sides, columns: Columns
+) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
+    """Return how many keys back the last token of any example sees, and how many keys ahead the first one, at most."""
     examples = torch.arange(len(attention), device=attention.device)
     positions = torch.arange(attention.shape[-1], device=attention.device)
     last = sides.queries.shape[1] - 1 - sides.queries.flip(1).long().argmax(dim=1)
@@ -178,7 +215,7 @@ def reach(attention: Float[Tensor, "batch head query key"], sides: Sides) -> tup
     distances = []
     for query in (last, first):
         seen = (attention[examples, :, query] > 0).any(dim=1) & sides.keys
-        distance = positions - (query + (sides.offset or 0))[:, None]
+        distance = positions - (query + columns.query - columns.key)[:, None]
         distances.append(torch.where(seen, distance, 0))
     return -distances[0].min().clamp(max=0), distances[1].max().clamp(min=0)
 

@@ -17,7 +17,9 @@ from ...analyses.attention.measures.rollout import ABNAR_ZUIDEMA, Rollout
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import LayerKey
 from ..maps.forward import ForwardWatcher, on_call_within, watch_forward
-from ..maps.masks import Readout, TokenMask, TokenMasks
+from ..maps.masks import Readout, TokenMasks
+from ..maps.model_call import ModelCall
+from ..maps.reader import TokenMask
 from ..maps.selection import HeadKey, selected_heads
 from .batch import BatchSettings, ExampleValues, HeadSums, WatchedBatch
 from .calls_in_progress import CallsInProgress, OpenCall
@@ -166,6 +168,7 @@ class AttentionProbe:
         self._maps: dict[HeadKey, list[Tensor]] = {}
         self._strays = 0
         self._calls.forget()
+        self._earlier: Tensor | None = None
 
     def __enter__(self) -> "AttentionProbe":
         """Start watching the model.
@@ -232,13 +235,14 @@ class AttentionProbe:
     def table(self) -> pd.DataFrame:
         """Return a row for each head: stack, layer, head, queries, measures, finite, unknown, partial, mode, hook.
 
-        `stack` is there if there are several. `unknown` is there if a measure that was asked for is not known, and says
-        why; its mean is NaN. `partial` is there if calls were left out, because they ended by an
-        error, ran at once in several threads, or had another call of the model inside; it says how many, in words.
-        `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. `hook` is there in
-        models with TransformerLens' hooks, and is the name of the hook point that the layer's map passes. Measures are
-        means over `queries` queries; NaN if there was nothing to average, as for `relevant` where no example has a
-        relevant token. Where `finite` is false, the head's maps had values that are not finite, and so have its means.
+        `stack` is there if there are several. `unknown` is there if a measure that was asked for is not known, as where
+        positions are not, and says why; its mean is NaN. `partial` is there if calls were left out, because they ended
+        by an error, ran at once in several threads, or had another call of the model inside; it says how many, in
+        words. `mode` is there if a layer ran in training mode, and says what its dropout did to the maps. `hook` is
+        there in models with TransformerLens' hooks, and is the name of the hook point that the layer's map passes.
+        Measures are means over `queries` queries; NaN if there was nothing to average, as for `relevant` where no
+        example has a relevant token. Where `finite` is false, the head's maps had values that are not finite, and so
+        have its means.
 
         Raises:
             CallError: The model has not been called.
@@ -337,7 +341,7 @@ class AttentionProbe:
         return self._source.name
 
     def _begin(self, arguments: dict[str, Any], *, is_apart: bool = False) -> None:
-        batch = WatchedBatch(self._settings, self._source, arguments)
+        batch = WatchedBatch(self._settings, ModelCall(self._source, arguments, self._earlier))
         self._calls.begin(OpenCall(batch, self._source.during(), is_apart))
 
     def _end(self) -> None:
@@ -366,6 +370,8 @@ class AttentionProbe:
         self._no_examples = self._no_examples or batch.no_examples
         if examples is not None:
             self._examples.append(examples)
+        tokens = batch.call.tokens
+        self._earlier = None if tokens is None or tokens.is_floating_point() else tokens.clone()
         self._sums = sums
 
     def _begin_apart(self, arguments: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ from torch import Tensor
 from ...analyses.attention.measures.fusion import discard_smallest, fuse_heads, hide_padding
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.errors import CallError
-from ..maps.masks import Sides
-from .measures import reach
+from ..maps.positions import Positions
+from ..maps.sides import Sides
+from .measures import sees_ahead
 
 
 class RolloutMass:
@@ -52,7 +53,7 @@ class RolloutMass:
             attention: Its maps.
         """
         if self.layers == 0:
-            self._sees_ahead = reach(attention, self._sides)[1] > 0
+            self._sees_ahead = sees_ahead(attention, self._sides)
         self.layers += 1
         if self._columns is None or not self._settings.takes(layer):
             return
@@ -83,8 +84,14 @@ class RolloutMass:
         sides = self._sides
         if sides.relevant is None:
             return None
-        positions = torch.arange(sides.keys.shape[1], device=sides.keys.device)
-        seen = sides.keys & ((positions <= sides.readout[:, None]) | self._sees_ahead)
+        columns = torch.arange(sides.keys.shape[1], device=sides.keys.device)
+        seen = sides.keys & ((columns <= sides.readout[:, None]) | self._sees_ahead)
+        if isinstance(sides.positions, Positions):
+            # What is packed into the row beside the sequence that is read is out of reach.
+            at = sides.readout[:, None]
+            seen = (
+                seen & (columns >= sides.positions.start.gather(1, at)) & (columns < sides.positions.end.gather(1, at))
+            )
         share = (sides.relevant & seen).sum(dim=1) / seen.sum(dim=1)
         return torch.where(sides.relevant.any(dim=1), share, torch.nan)
 

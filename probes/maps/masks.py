@@ -8,52 +8,44 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap, MapSource
+from ...analyses.attention.maps.columns import Columns, Unknown
+from ...analyses.attention.maps.source import LayerMap
 from ...analyses.attention.models.model import last_token
-from ...circuits.errors import CallError, reason
+from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import layer_name
+from .model_call import ModelCall
+from .positions import Row, keys_among, positions_of
+from .reader import Line, Reader, TokenMask, demand_length
+from .sides import Sides
 
-#: True or 1 for some tokens: [position] for all examples or [batch, position]; or a function that makes such a mask of
-#: the tokens.
-TokenMask = Tensor | Sequence[Any] | Callable[[Any], Any]
 #: Where attention is read: at the last or the first token, or at a position for each example.
 Readout = Literal["last", "first"] | Tensor | Sequence[int] | Callable[[Any], Any]
 
-_TOKEN_NAMES = ("input_ids", "input", "tokens", "decoder_input_ids")
-#: The names that padding masks have where a model is called with them.
-_ENCODER_MASKS = ("attention_mask", "one_zero_attention_mask")
-_DECODER_MASKS = ("decoder_attention_mask",)
-_CROSS_MASKS = ("encoder_attention_mask",)
-
 
 @dataclass(frozen=True, eq=False)
-class Sides:
-    """The queries and the keys of a map.
+class MapInCall:
+    """A map, and the call of the model that it comes from.
 
     Attributes:
-        keys: True where a key is a token.
-        queries: True where a query is a token.
-        asked: The queries that count; all of them are tokens.
-        relevant: The keys that are relevant; all of them are tokens. None if that is not known.
-        readout: The query at which attention is read.
-        readable: Whether the query there is a token.
-        offset: The position of the first query among the keys; None if they are of two sequences.
-        padded: Whether any query or key is not a token.
+        layer_map: The map.
+        seen: Where a query can see a key; None if that is not known.
+        call: The call.
     """
 
-    keys: Bool[Tensor, "batch key"]
-    queries: Bool[Tensor, "batch query"]
-    asked: Bool[Tensor, "batch query"]
-    relevant: Bool[Tensor, "batch key"] | None
-    readout: Int[Tensor, " batch"]
-    readable: Bool[Tensor, " batch"]
-    offset: int | None
-    padded: bool
+    layer_map: LayerMap
+    seen: Bool[Tensor, "#batch #query key"] | None
+    call: ModelCall
 
     @property
-    def first(self) -> Int[Tensor, " batch"]:
-        """The first key of each example that is a token."""
-        return self.keys.long().argmax(dim=1)
+    def read(self) -> Reader:
+        """What reads the masks that were given for this map."""
+        return Reader(self.call.tokens, len(self.layer_map.attention), self.layer_map.attention.device)
+
+    def everything(self, length: int) -> Bool[Tensor, "batch position"]:
+        """Return a mask that is true everywhere; several texts, whose padding is not known, are refused."""
+        self.call.demand_no_texts()
+        attention = self.layer_map.attention
+        return torch.ones(len(attention), length, dtype=torch.bool, device=attention.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,92 +64,144 @@ class TokenMasks:
     queries: Literal["all", "last"] | TokenMask
     readout: Readout
 
-    def sides(
-        self,
-        layer_map: LayerMap,
-        source: MapSource,
-        arguments: Mapping[str, Any],
-        known_queries: Bool[Tensor, "batch query"] | None,
-    ) -> Sides:
+    def sides(self, of: MapInCall, decoder: Sides | None) -> Sides:
         """Return the queries and the keys of a map.
 
         Args:
-            layer_map: The map.
-            source: The source of the map.
-            arguments: The arguments that the model was called with, by name.
-            known_queries: The queries that are tokens, if an earlier layer showed that.
+            of: The map, and the call that it comes from.
+            decoder: The sides of the decoder's maps, where the queries of a map to the encoder come from.
 
         Raises:
-            CallError: A mask does not have the map's length, or has values other than 0 and 1.
+            CallError: A mask does not have the length of the sequence, or has values other than 0 and 1.
         """
-        attention, stack = layer_map.attention, layer_map.key[0]
-        batch, _, query, key = attention.shape
-        if layer_map.is_self and query > key:
-            raise CallError(f"a map of self-attention has {query} queries and {key} keys; expected as many or fewer")
-        read = _Reader(_tokens_of(arguments), batch, attention.device)
-        keys, queries = self._masks(layer_map, source, arguments, read)
-        if queries is None:
-            queries = known_queries
-        if keys is None:
-            _demand_no_texts(arguments)
-        # Queries that follow cached keys are the last positions.
-        if queries is not None and queries.shape[1] == key > query and layer_map.is_self:
-            queries = queries[:, -query:]
-        everything = keys is None and queries is None
-        keys = torch.ones(batch, key, dtype=torch.bool, device=attention.device) if keys is None else keys
-        if queries is None:
-            cut = keys[:, key - query :] if layer_map.is_self else torch.ones(1, query, dtype=torch.bool)
-            queries = cut.to(attention.device).expand(batch, query)
-        _demand_length(keys, key, "the mask of the keys", layer_map)
-        _demand_length(queries, query, "the mask of the queries", layer_map)
+        columns = of.layer_map.columns
+        if not of.layer_map.is_self:
+            return self._between(of, decoder)
+        return self._unplaced(of, columns) if isinstance(columns, Unknown) else self._placed(of, columns)
+
+    def _placed(self, of: MapInCall, columns: Columns) -> Sides:
+        """Return the sides of a map whose columns are known."""
+        query, key = of.layer_map.attention.shape[2:]
+        line = Line(columns.query or of.call.continued(), columns.query + query, of.layer_map)
+        ids, in_call = of.call.position_ids(of.layer_map), of.call.key_mask(of.layer_map)
+        # Such a mask says which query sees which key, and not only what is padding.
+        is_split = isinstance(in_call, Mapping) or (isinstance(in_call, Tensor) and in_call.ndim > 2)
+        real = self._stated(of)
+        if real is not None:
+            real = line.fitted(real, "the mask of the keys", grows=_grows(self.mask), fill=True)
+        elif is_split:
+            real = _real_by_sight(of, columns, ids, in_call)
+        elif in_call is not None:
+            real = line.fitted(of.read(in_call, "attention_mask"), "the mask of the keys", grows=False, fill=True)
+        is_given = real is not None
+        real = of.everything(line.total) if real is None else real
+        keys, queries = keys_among(real, columns, key), real[:, columns.query :]
         relevant = None
-        if self.relevant is not None and not (stack == "decoder" and has_encoder(source)):
-            relevant = read(self.relevant, "relevant")
-            _demand_length(relevant, key, "relevant", layer_map)
-            relevant = relevant & keys
-        readout = self._readout(queries, read)
+        if self._knows_relevant(of):
+            marked = of.read(self.relevant, "relevant")
+            relevant = real & line.fitted(marked, "relevant", grows=_grows(self.relevant), fill=False)
+        readout = self._readout(queries, of.read)
+        is_split = is_split and isinstance(in_call, Tensor)
         return Sides(
             keys=keys,
             queries=queries,
-            asked=self._asked(queries, key, read, layer_map),
-            relevant=relevant,
+            asked=self._asked(queries, of, line),
+            relevant=None if relevant is None else keys_among(relevant, columns, key),
+            relevant_tokens=None if relevant is None else relevant.sum(dim=1),
+            tokens=real.sum(dim=1),
             readout=readout,
             readable=queries.gather(1, readout[:, None])[:, 0],
-            offset=key - query if layer_map.is_self else None,
-            padded=not everything and not bool(keys.all() & queries.all()),
+            columns=columns,
+            positions=positions_of(Row(real, columns, queries, key, of.seen), ids, is_split=is_split),
+            seen=of.seen,
+            padded=columns.key + key > line.total or (is_given and not bool(keys.all() & queries.all())),
         )
 
-    def _masks(
-        self, layer_map: LayerMap, source: MapSource, arguments: Mapping[str, Any], read: "_Reader"
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the masks of keys and queries: the probe's, the layer's, or those of the model's call."""
-        stack = layer_map.key[0]
-        query_names, key_names = _mask_names(stack, source) if source.masks_in_call else ((), ())
-        if self.mask is not None and not (stack == "decoder" and has_encoder(source)):
-            keys = read(self.mask, "mask")
-        elif layer_map.real_keys is not None:
-            keys = read(layer_map.real_keys, "key_padding_mask")
-        else:
-            keys = _of_call(key_names, arguments, read)
-        if layer_map.is_self:
-            return keys, keys
-        return keys, _of_call(query_names, arguments, read)
+    def _unplaced(self, of: MapInCall, columns: Unknown) -> Sides:
+        """Return the sides of a map of which it is not known where its queries are among its keys."""
+        batch, _, query, key = of.layer_map.attention.shape
+        keys = self._keys(of)
+        if query != key and not bool(keys.all()):
+            raise CallError(
+                f"{layer_name(*of.layer_map.key)} of {of.call.source.name} has a map of {query} queries and {key} "
+                f"keys, and which of the queries are padding is not known: {columns.reason}"
+            )
+        queries = keys if query == key else keys.new_ones((batch, query))
+        return self._sides(of, keys, queries, columns, Line(0, query, of.layer_map))
 
-    def _asked(
-        self, queries: Bool[Tensor, "batch query"], keys: int, read: "_Reader", layer_map: LayerMap
-    ) -> Bool[Tensor, "batch query"]:
+    def _between(self, of: MapInCall, decoder: Sides | None) -> Sides:
+        """Return the sides of a map from one sequence to another one."""
+        batch, _, query, _ = of.layer_map.attention.shape
+        keys, in_call = self._keys(of), of.call.query_mask(of.layer_map)
+        start = 0
+        if decoder is not None and decoder.queries.shape == (batch, query):
+            queries = decoder.queries
+            start = decoder.columns.query if isinstance(decoder.columns, Columns) else 0
+        elif in_call is not None:
+            queries = of.read(in_call, "attention_mask")
+            demand_length(queries, query, "the mask of the queries", of.layer_map)
+        else:
+            queries = keys.new_ones((batch, query))
+        return self._sides(of, keys, queries, None, Line(start, start + query, of.layer_map))
+
+    def _sides(
+        self,
+        of: MapInCall,
+        keys: Bool[Tensor, "batch key"],
+        queries: Bool[Tensor, "batch query"],
+        columns: Unknown | None,
+        line: Line,
+    ) -> Sides:
+        """Return the sides of a map whose queries and keys have no columns in common that are known."""
+        relevant = None
+        if self._knows_relevant(of):
+            relevant = of.read(self.relevant, "relevant")
+            demand_length(relevant, keys.shape[1], "relevant", of.layer_map)
+            relevant = relevant & keys
+        readout = self._readout(queries, of.read)
+        return Sides(
+            keys=keys,
+            queries=queries,
+            asked=self._asked(queries, of, line),
+            relevant=relevant,
+            relevant_tokens=None if relevant is None else relevant.sum(dim=1),
+            tokens=keys.sum(dim=1),
+            readout=readout,
+            readable=queries.gather(1, readout[:, None])[:, 0],
+            columns=columns,
+            positions=columns,
+            seen=of.seen,
+            padded=not bool(keys.all() & queries.all()),
+        )
+
+    def _keys(self, of: MapInCall) -> Bool[Tensor, "batch key"]:
+        """Return which keys of a map are tokens, from a mask that has a value for each of them."""
+        keys, in_call = self._stated(of), of.call.key_mask(of.layer_map)
+        length = of.layer_map.attention.shape[3]
+        if keys is None:
+            keys = of.everything(length) if in_call is None else of.read(in_call, "attention_mask")
+        demand_length(keys, length, "the mask of the keys", of.layer_map)
+        return keys
+
+    def _knows_relevant(self, of: MapInCall) -> bool:
+        return self.relevant is not None and not of.call.is_decoder(of.layer_map)
+
+    def _stated(self, of: MapInCall) -> Tensor | None:
+        """Return the mask of the keys that the probe was given, or else the layer; None if there is none."""
+        if self.mask is not None and not of.call.is_decoder(of.layer_map):
+            return of.read(self.mask, "mask")
+        return None if of.layer_map.real_keys is None else of.read(of.layer_map.real_keys, "key_padding_mask")
+
+    def _asked(self, queries: Bool[Tensor, "batch query"], of: MapInCall, line: Line) -> Bool[Tensor, "batch query"]:
+        if self.queries == "all":
+            return queries
         if isinstance(self.queries, str):
-            if self.queries == "all":
-                return queries
             positions = torch.arange(queries.shape[1], device=queries.device)
             return queries & (positions == last_token(queries)[:, None])
-        asked = read(self.queries, "queries")
-        if layer_map.is_self and asked.shape[1] == keys:
-            asked = asked[:, keys - queries.shape[1] :]
-        _demand_length(asked, queries.shape[1], "queries", layer_map)
-        return asked & queries
+        marked = line.fitted(of.read(self.queries, "queries"), "queries", grows=_grows(self.queries), fill=False)
+        return queries & marked[:, line.total - queries.shape[1] :]
 
-    def _readout(self, queries: Bool[Tensor, "batch query"], read: "_Reader") -> Int[Tensor, " batch"]:
+    def _readout(self, queries: Bool[Tensor, "batch query"], read: Reader) -> Int[Tensor, " batch"]:
         if isinstance(self.readout, str):
             return last_token(queries) if self.readout == "last" else queries.long().argmax(dim=1)
         at = read.value(self.readout, "readout").reshape(-1)
@@ -170,91 +214,31 @@ class TokenMasks:
         return at.long()
 
 
-def has_encoder(source: MapSource) -> bool:
-    """Return whether the model has an encoder beside a decoder."""
-    stacks = {stack for stack, _ in source.keys}
-    return "encoder" in stacks or "decoder cross" in stacks
+def _grows(given: Any) -> bool:
+    """Return whether a mask may stand for the first tokens of a sequence that has grown since."""
+    return not callable(given)
 
 
-def _mask_names(stack: str, source: MapSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that the masks of a stack's queries and keys have in a call of the model."""
-    if stack == "decoder" and has_encoder(source):
-        return _DECODER_MASKS, _DECODER_MASKS
-    if stack == "decoder cross":
-        return _DECODER_MASKS, _ENCODER_MASKS
-    if stack == "cross":
-        return _ENCODER_MASKS, _CROSS_MASKS
-    return _ENCODER_MASKS, _ENCODER_MASKS
+def _real_by_sight(
+    of: MapInCall, columns: Columns, ids: Int[Tensor, "batch query"] | None, in_call: Any
+) -> Bool[Tensor, "batch column"]:
+    """Return which columns are tokens: a token sees itself; in a cache, they begin where the positions begin.
 
-
-@dataclass(frozen=True)
-class _Reader:
-    """Turns what a user gave into a tensor of shape [batch, position], for the tokens of one call."""
-
-    tokens: Any
-    batch: int
-    device: torch.device
-
-    def value(self, given: Any, name: str) -> Tensor:
-        """Return what was given as a tensor; a function is called with the tokens."""
-        if callable(given):
-            if self.tokens is None:
-                raise CallError("a mask that is made of the tokens needs a model that is called with a tensor")
-            given = given(self.tokens)
-        try:
-            return torch.as_tensor(given, device=self.device).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise CallError(
-                f"{name} should be a tensor, or numbers that torch can make a tensor of, got {type(given).__name__} "
-                f"({reason(error)})"
-            ) from error
-
-    def __call__(self, given: Any, name: str) -> Bool[Tensor, "batch position"]:
-        value = self.value(given, name)
-        if value.ndim not in (1, 2) or (value.ndim == 2 and len(value) not in (1, self.batch)):
-            raise CallError(
-                f"{name} has shape {list(value.shape)}; expected [position], or [batch, position] with {self.batch} "
-                f"examples; if the model takes a mask of another shape, give the probe the padding mask as mask="
-            )
-        if value.dtype != torch.bool:
-            if bool(((value != 0) & (value != 1)).any()):
-                raise CallError(f"{name} has values other than 0 and 1; expected 1, or true, for the tokens meant")
-            value = value != 0
-        return value.expand(self.batch, value.shape[-1])
-
-
-def _of_call(names: Sequence[str], arguments: Mapping[str, Any], read: _Reader) -> Tensor | None:
-    for name in names:
-        mask = arguments.get(name)
-        if isinstance(mask, Tensor):
-            return read(mask, name)
-        if mask is not None:
-            raise CallError(
-                f"the model was called with {name} of type {type(mask).__name__}; give the probe the padding mask as "
-                f"mask="
-            )
-    return None
-
-
-def _tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
-    """Return the tokens of a call: the argument with one of the usual names, or else the first tensor."""
-    named = [arguments[name] for name in _TOKEN_NAMES if name in arguments]
-    return next((value for value in [*named, *arguments.values()] if isinstance(value, Tensor)), None)
-
-
-def _demand_no_texts(arguments: Mapping[str, Any]) -> None:
-    """Raise CallError for several texts, since nothing shows how they were padded."""
-    texts = arguments.get("input")
-    if isinstance(texts, Sequence) and not isinstance(texts, str) and len(texts) > 1:
+    Raises:
+        CallError: That is not known.
+    """
+    batch, _, query, key = of.layer_map.attention.shape
+    if of.seen is None or (columns.query and ids is None):
+        shape = f"has shape {list(in_call.shape)}" if isinstance(in_call, Tensor) else "is one for each kind of layer"
         raise CallError(
-            f"the model was called with {len(texts)} texts, and nothing shows where they were padded; call it with "
-            f"tokens and attention_mask, or give the probe mask="
+            f"attention_mask {shape}, and does not say what is padding; give the probe the padding mask as mask="
         )
-
-
-def _demand_length(mask: Tensor, length: int, name: str, layer_map: LayerMap) -> None:
-    if mask.shape[1] != length:
-        raise CallError(
-            f"{name} has {mask.shape[1]} positions, and the map of {layer_name(*layer_map.key)} has {length}, with the "
-            f"shape {list(layer_map.attention.shape)} as [batch, head, query, key]"
-        )
+    places = torch.arange(query, device=of.layer_map.attention.device)
+    seen = of.seen.to(places.device).expand(batch, query, key)
+    own = seen[:, places, columns.query - columns.key + places]
+    if not columns.query or ids is None:
+        return own
+    first = own.long().argmax(dim=1, keepdim=True)
+    begin = columns.query + first - ids.gather(1, first)
+    cached = torch.arange(columns.query, device=places.device) >= begin
+    return torch.cat([cached, own], dim=1)

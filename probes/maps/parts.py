@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ...analyses.attention.maps.source import LayerMap, MapSource
 from ...circuits.errors import CallError
-from .masks import Sides, TokenMasks
+from .masks import TokenMasks
+from .sides import Sides
 
 #: The names of a model's main input: ids before vectors, and what a decoder reads where the encoder has already run.
 _INPUTS = (
@@ -85,9 +86,13 @@ def sides_of_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[st
         queries=queries,
         asked=queries,
         relevant=None,
+        relevant_tokens=None,
+        tokens=keys.sum(dim=1),
         readout=torch.zeros(batch, dtype=torch.long, device=device),
         readable=keys.new_zeros(batch),
-        offset=None,
+        columns=None,
+        positions=None,
+        seen=None,
         padded=not bool(keys.all()),
     )
 

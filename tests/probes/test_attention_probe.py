@@ -440,15 +440,17 @@ def test_calls_in_inference_mode_and_outside_of_it_add_up(model):
     np.testing.assert_allclose(twice.iloc[:, 3:-1], once.iloc[:, 3:-1], atol=1e-6)
 
 
-def test_masks_of_other_kinds_are_refused_until_the_probe_is_told(model):
+def test_a_mask_of_queries_and_keys_says_what_is_padding(model):
     ids, mask, relevant = tokens(), padding("right"), relevance()
     shown = mask[:, None, None] & torch.ones(9, 9).tril().bool()
     whole = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(torch.float32).min)
-    with pytest.raises(CallError, match=r"attention_mask has shape \[3, 1, 9, 9\].*mask="), AttentionProbe(model):
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
         model(ids, attention_mask=whole)
+    wanted = plain_measures(maps_of(model, ids, mask), mask, relevant)
+    assert_table(probe.table(), wanted)
     with torch.no_grad(), AttentionProbe(model, mask=mask, relevant=relevant) as probe:
         model(ids, attention_mask=whole)
-    assert_table(probe.table(), plain_measures(maps_of(model, ids, mask), mask, relevant))
+    assert_table(probe.table(), wanted)
 
 
 def test_nothing_but_maps_can_be_asked_for(model):

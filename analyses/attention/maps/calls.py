@@ -8,6 +8,7 @@ inference in torch's own layers, so that watching changed what they compute.
 
 import copy
 import functools
+import inspect
 import operator
 import threading
 from collections.abc import Callable
@@ -26,6 +27,21 @@ CallHook = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 ForwardHook = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
 #: Registers a hook on a module's calls, and returns what removes it.
 OnCall = Callable[[nn.Module, CallHook], Stop]
+
+
+def naming(module: nn.Module) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """Return what gives the arguments of a module's forward their names, or else their numbers.
+
+    Args:
+        module: The module.
+    """
+    names = [name for name in inspect.signature(module.forward).parameters if name not in ("args", "kwargs")]
+
+    def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        numbered = {str(number): value for number, value in enumerate(args[len(names) :], len(names))}
+        return dict(zip(names, args, strict=False)) | numbered | kwargs
+
+    return by_name
 
 
 def around_forward(module: nn.Module, around: Around, *, owner: type[nn.Module] | None = None) -> Stop:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import Around, CallHook
+from .columns import WHOLE
 from .source import InputReceiver, LayerMap, Receiver
-from .torch_weights import attention_weights, real_keys
+from .torch_weights import attention_weights, real_keys, seen_by_torch
 
 _ARGUMENTS = signature(nn.TransformerEncoderLayer.forward)
 
@@ -81,7 +83,8 @@ def around_fused(
                 hidden, attention, known = _of_layer(layer, given, progress.length)
             if inputs is not None:
                 inputs(key, hidden)
-            receive(LayerMap(key, attention, real_keys=known))
+            seen = partial(seen_by_torch, given.get("src_mask"), attention)
+            receive(LayerMap(key, attention, columns=WHOLE, seen=seen, real_keys=known))
         return output
 
     return around

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ....circuits.weights.layer_keys import LayerKey, layer_name
 from ...dynamics.sequences import Sequences
 from .calls import OnCall, on_call
+from .columns import NOT_SAID, Columns, Unknown
 from .modes import EVALUATION
 
 
@@ -28,14 +29,19 @@ class LayerMap:
     Attributes:
         key: The layer.
         attention: Its map; rows need not sum to 1.
-        is_self: Whether queries and keys are the same sequence; the queries are then its last positions.
-        real_keys: True where a key is a token, if the layer itself was called with a mask.
+        is_self: Whether queries and keys are the same sequence.
+        columns: The columns of the sequence that they stand in, where queries and keys are the same sequence.
+        seen: Returns where a query can see a key, from the mask that the layer was called with; None if that is not
+            known. Layers that share a mask share the tensor.
+        real_keys: True where a key is a token, if the layer itself was called with a padding mask.
         mode: The mode that the layer ran in, and in training mode what its dropout did to the map.
     """
 
     key: LayerKey
     attention: Float[Tensor, "batch head query key"]
     is_self: bool = True
+    columns: Columns | Unknown = NOT_SAID
+    seen: Callable[[], Bool[Tensor, "#batch #query key"] | None] = lambda: None
     real_keys: Bool[Tensor, "batch key"] | None = None
     mode: str = EVALUATION
 

@@ -1,6 +1,7 @@
 """Attention maps of torch.nn.MultiheadAttention, which fuses or averages them: they are computed a second time."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import nn
 
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import CallHook, OnCall, around_forward, on_call
+from .columns import NOT_SAID, WHOLE
 from .fused_layers import Progress, around_fused
 from .modes import EVALUATION, training_mode
 from .numbering import numbered
 from .source import InputReceiver, LayerMap, MapSource, Receiver
-from .torch_weights import attended, attention_weights, real_keys
+from .torch_weights import attended, attention_weights, real_keys, seen_by_torch
 
 
 class TorchMaps(MapSource):
@@ -103,7 +105,10 @@ def _hook(
         attention = weights[..., :length]
         known = real_keys(arguments.get("key_padding_mask"))
         mode = training_mode(module.dropout, before=True) if module.training else EVALUATION
-        receive(LayerMap(key, attention, is_self=query is keys, real_keys=known, mode=mode))
+        is_self = query is keys
+        seen = partial(seen_by_torch, arguments.get("attn_mask"), attention)
+        columns = WHOLE if is_self else NOT_SAID
+        receive(LayerMap(key, attention, is_self, columns, seen, real_keys=known, mode=mode))
         if not consume:
             return None
         return attended(module, arguments["value"], attention, weights[..., length:]), *output[1:]

@@ -8,6 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .seen import seen_in
+
 
 def attention_weights(
     module: nn.MultiheadAttention, arguments: Mapping[str, Any]
@@ -91,3 +93,16 @@ def real_keys(padding: Tensor | None) -> Bool[Tensor, "batch key"] | None:
         return None
     real = ~padding if padding.dtype == torch.bool else padding > -torch.inf
     return real if real.ndim == 2 else real[None]
+
+
+def seen_by_torch(mask: Tensor | None, attention: Float[Tensor, "batch head query key"]) -> Tensor | None:
+    """Return where attn_mask lets a query see a key, [1 or batch, 1 or query, key]; None if heads differ.
+
+    Args:
+        mask: [query, key], or [batch * head, query, key]: true, or minus infinity, where a key is hidden.
+        attention: The map.
+    """
+    if mask is None:
+        return torch.ones(1, 1, attention.shape[-1], dtype=torch.bool, device=attention.device)
+    visible = ~mask if mask.dtype == torch.bool else mask
+    return seen_in(visible[None] if mask.ndim == 2 else visible.unflatten(0, (len(attention), -1)))

@@ -1,6 +1,7 @@
 """Attention maps of models with TransformerLens' hook points: HookedTransformer, HookedEncoder, TransformerBridge."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,10 @@ from torch import Tensor, nn
 
 from ....circuits.live.hooked_blocks import hooked_blocks
 from ....circuits.weights.layer_keys import LayerKey
-from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
+from .calls import CallHook, ForwardHook, OnCall, before_forward, naming, on_call
+from .columns import CachedColumns
 from .modes import mode_after_dropout
+from .seen import LayerMasks
 from .source import InputReceiver, LayerMap, MapSource, Receiver
 
 #: The names that attention modules of different versions give to what they read.
@@ -36,6 +39,8 @@ class HookedMaps(MapSource):
         self.name, self.keys, self._attentions = name, tuple(attentions), attentions
         names = {key: getattr(attention.point, "name", None) for key, attention in attentions.items()}
         self.hook_points = {key: point for key, point in names.items() if point is not None}
+        self._columns, self._masks = CachedColumns(), LayerMasks()
+        self._arguments: dict[nn.Module, dict[str, Any]] = {}
 
     @classmethod
     def of(cls, model: nn.Module) -> "HookedMaps | None":
@@ -60,16 +65,44 @@ class HookedMaps(MapSource):
         for key, attention in self._attentions.items():
             if inputs is not None:
                 yield before_forward(attention.module, _input_hook(key, inputs))
-            yield on_call(attention.point, _map_hook(key, attention.module, receive))
+            if "cross" not in key[0]:
+                yield before_forward(attention.module, self._asks_for_columns(attention.module))
+            yield on_call(attention.point, self._map_hook(key, attention.module, receive))
 
+    def during(self) -> AbstractContextManager[None]:
+        """Forget what an earlier call said about positions."""
+        self._columns.forget()
+        self._masks.forget()
+        self._arguments = {}
+        return nullcontext()
 
-def _map_hook(key: LayerKey, module: nn.Module, receive: Receiver) -> CallHook:
-    def hook(_args: tuple[Any, ...], _kwargs: dict[str, Any], attention: Tensor) -> None:
-        # A bridge drops weights before they pass the hook point, at the rate that the module inside it keeps.
-        mode = mode_after_dropout(module.modules())
-        receive(LayerMap(key, attention, is_self="cross" not in key[0], mode=mode))
+    def _asks_for_columns(self, module: nn.Module) -> ForwardHook:
+        by_name = naming(module)
 
-    return hook
+        def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._arguments[module] = by_name(args, kwargs)
+            self._columns.ask(module, self._arguments[module])
+
+        return hook
+
+    def _map_hook(self, key: LayerKey, module: nn.Module, receive: Receiver) -> CallHook:
+        def hook(_args: tuple[Any, ...], _kwargs: dict[str, Any], attention: Tensor) -> None:
+            # A bridge drops weights before they pass the hook point, at the rate that the module inside it keeps.
+            mode = mode_after_dropout(module.modules())
+            arguments = self._arguments.get(module)
+            if arguments is None or attention.ndim != 4:
+                receive(LayerMap(key, attention, is_self="cross" not in key[0], mode=mode))
+                return
+            columns = self._columns.of(module, attention)
+            # A layer of HookedTransformer adds its causal mask to the mask that it is called with.
+            adds_own = hasattr(module, "apply_causal_mask")
+
+            def seen() -> Tensor | None:
+                return None if adds_own else self._masks.seen(module, arguments, attention)
+
+            receive(LayerMap(key, attention, columns=columns, seen=seen, mode=mode))
+
+        return hook
 
 
 def _input_hook(key: LayerKey, inputs: InputReceiver) -> ForwardHook:

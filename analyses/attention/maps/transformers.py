@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from ....circuits.errors import CallError
 from ....circuits.weights.layer_keys import LayerKey, layer_name
-from .calls import CallHook, ForwardHook, OnCall, before_forward, on_call
+from .calls import CallHook, ForwardHook, OnCall, before_forward, naming, on_call
+from .columns import CachedColumns
 from .evaluation import is_fused
 from .modes import mode_after_dropout
 from .numbering import layer_numbers
+from .seen import LayerMasks
 from .source import InputReceiver, LayerMap, MapSource, Receiver
 
 #: What to do where there are no maps.
@@ -77,6 +79,7 @@ class TransformersMaps(MapSource):
         self._stacks = _stacks(modules, self.name)
         self.keys = tuple((stack, layer) for stack, members in self._stacks.items() for layer in _layers(members))
         self._calls: dict[str, int] = {}
+        self._columns, self._masks = CachedColumns(), LayerMasks()
         self._encoder = _encoder(model, self._stacks.get("encoder", []))
 
     @classmethod
@@ -99,6 +102,8 @@ class TransformersMaps(MapSource):
     def during(self) -> AbstractContextManager[None]:
         """Count the calls of shared modules from the first layer."""
         self._calls = {}
+        self._columns.forget()
+        self._masks.forget()
         return nullcontext()
 
     def attach(
@@ -116,7 +121,17 @@ class TransformersMaps(MapSource):
             for number, module in zip(numbers, modules, strict=True):
                 if module.ask:
                     yield before_forward(module.module, _asks_for_maps(module.module))
+                if not module.cross:
+                    yield before_forward(module.module, self._asks_for_columns(module.module))
                 yield on_call(module.module, self._hook(stack, number, module, receive, inputs, consume))
+
+    def _asks_for_columns(self, module: nn.Module) -> ForwardHook:
+        by_name = naming(module)
+
+        def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._columns.ask(module, by_name(args, kwargs))
+
+        return hook
 
     def _hook(
         self,
@@ -127,6 +142,8 @@ class TransformersMaps(MapSource):
         inputs: InputReceiver | None,
         consume: bool,
     ) -> CallHook:
+        by_name = naming(module.module)
+
         def hook(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             # Where layers share a module, only the order of its calls tells them apart.
             layer = self._calls.get(stack, 0) if number is None else number
@@ -144,13 +161,24 @@ class TransformersMaps(MapSource):
                 raise CallError(f"{layer_name(*key)} of {self.name} gave no attention map; {remedy}")
             if module.ask:
                 _demand_weights(attention, key, module, self.name)
-            receive(LayerMap(key, attention, is_self=not module.cross, mode=mode_after_dropout([module.module])))
+            receive(self._layer_map(key, module, attention, by_name(args, kwargs)))
             if not consume:
                 return None
             # The blocks around the module would keep the map until the next layer, or until the end.
             return (*output[:index], None, *output[index + 1 :])
 
         return hook
+
+    def _layer_map(self, key: LayerKey, module: _MapModule, attention: Tensor, arguments: dict[str, Any]) -> LayerMap:
+        mode = mode_after_dropout([module.module])
+        if module.cross or attention.ndim != 4:
+            return LayerMap(key, attention, is_self=not module.cross, mode=mode)
+        columns = self._columns.of(module.module, attention)
+
+        def seen() -> Tensor | None:
+            return self._masks.seen(module.module, arguments, attention)
+
+        return LayerMap(key, attention, columns=columns, seen=seen, mode=mode)
 
 
 def _recorded(model: nn.Module) -> Iterator[_MapModule]:

@@ -1,0 +1,91 @@
+"""Which keys each query of a layer can see, from the mask that the layer was called with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+#: The names of masks in the calls of attention modules.
+_MASKS = ("attention_mask", "mask", "attn_mask")
+#: What is added to a score to hide it; models write -1e4, -1e9, the least number of a type or minus infinity.
+_HIDDEN = -1e4
+_ABSENT = object()
+
+
+def seen_in(mask: Tensor | None) -> Bool[Tensor, "#batch #query key"] | None:
+    """Return where a mask lets a query see a key; None if it is of a form that is not known, or differs between heads.
+
+    Args:
+        mask: [batch, head, query, key], [batch, query, key] or [batch, key]: numbers that are added to scores, or true
+            or 1 where a key is seen.
+    """
+    if mask is None or mask.ndim not in (2, 3, 4):
+        return None
+    visible = mask > _HIDDEN if mask.is_floating_point() and mask.ndim > 2 else mask != 0
+    if mask.ndim == 4:
+        if mask.shape[1] != 1 and not bool((visible == visible[:, :1]).all()):
+            return None
+        return visible[:, 0]
+    return visible if mask.ndim == 3 else visible[:, None]
+
+
+class LayerMasks:
+    """Reads the masks of the layers of one call; layers that share a mask get the same tensor."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._read: dict[Any, tuple[Any, Tensor | None]] = {}
+
+    def forget(self) -> None:
+        """Forget the call that was in progress."""
+        self._read = {}
+
+    def seen(
+        self, module: nn.Module, arguments: Mapping[str, Any], attention: Float[Tensor, "batch head query key"]
+    ) -> Bool[Tensor, "#batch #query key"] | None:
+        """Return which keys the queries of a map can see; None if that is not known.
+
+        Args:
+            module: The attention module.
+            arguments: What it was called with, by name.
+            attention: Its map.
+        """
+        mask = next((arguments[name] for name in _MASKS if name in arguments), _ABSENT)
+        bias = getattr(module, "bias", None)
+        # Some modules keep a causal or local mask of their own, and cut it by the number of keys.
+        own = bias if isinstance(bias, Tensor) and bias.dtype == torch.bool and bias.ndim == 4 else None
+        queries, keys = attention.shape[-2:]
+        by_query = isinstance(mask, Tensor) and mask.ndim > 2 and mask.shape[-2] == queries
+        if own is None and (mask is _ABSENT or not (by_query or _sees_all_alike(module, queries))):
+            return None
+        mask = mask if isinstance(mask, Tensor) else None
+        known = (id(mask), id(own), queries, keys)
+        if known not in self._read:
+            visible = _seen(mask, own, queries, keys, attention.device)
+            self._read[known] = ((mask, own), visible if visible is None or _agrees(visible, attention) else None)
+        return self._read[known][1]
+
+
+def _agrees(visible: Tensor, attention: Tensor) -> bool:
+    """Return whether no weight of a map's first head is where its mask hides the key; some masks have another sense."""
+    hidden = ~visible[0] & visible[0].any(dim=-1, keepdim=True)
+    return not bool((hidden & (attention[0, 0] > 0)).any())
+
+
+def _sees_all_alike(module: nn.Module, queries: int) -> bool:
+    """Return whether all queries of a module that was called with a padding mask, or with none, see the same keys."""
+    return queries == 1 or getattr(module, "is_causal", None) is False
+
+
+def _seen(mask: Tensor | None, own: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
+    visible = torch.ones(1, 1, keys, dtype=torch.bool, device=device) if mask is None else seen_in(mask)
+    if visible is None:
+        return None
+    visible = visible[..., :keys]
+    if visible.shape[2] != keys or visible.shape[1] not in (1, queries):
+        return None
+    if own is not None:
+        visible = visible & own[:, 0, keys - queries : keys, :keys]
+    return visible

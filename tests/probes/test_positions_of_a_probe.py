@@ -1,0 +1,150 @@
+"""Cached, windowed, padded and packed calls are measured as one whole call of the model is, by plain loops."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from qkov.probes import AttentionProbe
+
+from ..analyses.tiny_models import Tiny, gpt2, small
+from .plain_measures import assert_table, plain_measures
+
+PROMPT, NEW = 9, 4
+LENGTHS = (9, 6, 3)
+NAMES = ("entropy", "largest", "relevant", "chance", "sink", "self", "previous", "next")
+GREEDY: Any = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+GROUPED: Any = {"num_key_value_heads": 2, "head_dim": 12}
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOW = 4
+MODELS: dict[str, tuple[Callable[[], Any], tuple[int | None, int | None]]] = {
+    "GPT2LMHeadModel": (gpt2, (None, None)),
+    "LlamaForCausalLM": (lambda: small("LlamaConfig", num_key_value_heads=2), (None, None)),
+    "MistralForCausalLM": (
+        lambda: small("MistralConfig", num_key_value_heads=2, sliding_window=WINDOW),
+        (WINDOW, WINDOW),
+    ),
+    "Gemma2ForCausalLM": (
+        lambda: small("Gemma2Config", sliding_window=WINDOW, layer_types=LAYERS, **GROUPED),
+        (WINDOW, None),
+    ),
+    "Gemma3ForCausalLM": (
+        lambda: small("Gemma3TextConfig", sliding_window=WINDOW, layer_types=LAYERS, **GROUPED),
+        (WINDOW, None),
+    ),
+    "OPTForCausalLM": (lambda: small("OPTConfig", ffn_dim=64, word_embed_proj_dim=48), (None, None)),
+}
+
+
+def built(name: str) -> Any:
+    model = Tiny(name, MODELS[name][0], "").build()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def cache_name(model: Any) -> str:
+    """The name of a cache in a call of the model, which newer versions of transformers have changed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(8, 50, (3, PROMPT), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side: str) -> torch.Tensor:
+    mask = torch.arange(PROMPT) < torch.tensor(LENGTHS)[:, None]
+    return mask.flip(1) if side == "left" else mask
+
+
+def relevance() -> torch.Tensor:
+    return torch.rand(3, PROMPT, generator=torch.Generator().manual_seed(2)) < 0.4
+
+
+def whole_maps(model: Any, ids: torch.Tensor, mask: torch.Tensor, **given: Any) -> list[torch.Tensor]:
+    """The maps of one call without a cache, over all tokens."""
+    places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        output = model(ids, **({"attention_mask": mask.long(), "position_ids": places} | given), **ASKED)
+    return list(output.attentions)
+
+
+ASKED: Any = {"output_attentions": True, "use_cache": False}
+
+
+def plain(
+    name: str, maps: list[torch.Tensor], mask: torch.Tensor, relevant: torch.Tensor, **options: Any
+) -> dict[str, np.ndarray]:
+    """The measures by plain loops, layer by layer with its own window."""
+    by_layer = [
+        plain_measures([attention], mask, relevant, window=window, **options)
+        for attention, window in zip(maps, MODELS[name][1], strict=True)
+    ]
+    return {measure: np.concatenate([layer[measure] for layer in by_layer]) for measure in NAMES}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generating_with_left_padding_is_measured_as_one_whole_call(name, cache):
+    model, ids, mask, relevant = built(name), prompt(), padding("left"), relevance()
+    kind = {"use_cache": False} if cache == "none" else {"cache_implementation": cache, "disable_compile": True}
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant, queries="last") as probe:
+        whole = model.generate(ids, attention_mask=mask.long(), **kind, **GREEDY)
+    shown = torch.nn.functional.pad(mask, (0, NEW), value=True)
+    on = torch.nn.functional.pad(relevant, (0, NEW))
+    asked = (torch.arange(PROMPT + NEW) >= PROMPT - 1) & (torch.arange(PROMPT + NEW) < PROMPT + NEW - 1)
+    maps = whole_maps(model, whole, shown)
+    # The last token of each call sees no next one.
+    wanted = plain(name, maps, shown, on, asked=asked.expand(3, -1)) | {"next": np.full((2, 4), np.nan)}
+    table, examples = probe.table(), probe.examples()
+    assert_table(table, wanted, 1e-5)
+    assert set(table["queries"]) == {3 * NEW}
+    np.testing.assert_allclose(table["relevant_at_readout"], wanted["relevant"].flatten(), atol=1e-5)
+    np.testing.assert_allclose(table["chance_at_readout"], wanted["chance"].flatten(), atol=1e-6)
+    assert list(examples["tokens"]) == [length + step for step in range(NEW) for length in LENGTHS]
+    assert list(examples["readout"]) == [PROMPT - 1 + step for step in range(NEW) for _ in LENGTHS]
+    assert list(examples["relevant"]) == (relevant & mask).sum(1).tolist() * NEW
+    assert "unknown" not in table
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_call_is_measured_as_the_rest_of_the_whole(name, side):
+    model, ids, relevant = built(name), prompt(), relevance()
+    mask = padding(side)
+    rest = torch.randint(8, 50, (3, 5), generator=torch.Generator().manual_seed(3))
+    whole, shown = torch.cat([ids, rest], dim=1), torch.nn.functional.pad(mask, (0, 5), value=True)
+    shown[0, -2:] = False
+    places = (shown.long().cumsum(-1) - 1).clamp(min=0)
+    cache = transformers.DynamicCache(config=model.config)
+    given = {cache_name(model): cache, "use_cache": True}
+    with torch.no_grad():
+        model(ids, attention_mask=mask.long(), position_ids=places[:, :PROMPT], **given)
+        with AttentionProbe(model, relevant=relevant) as probe:
+            model(rest, attention_mask=shown.long(), position_ids=places[:, PROMPT:], **given)
+    late = (torch.arange(PROMPT + 5) >= PROMPT).expand(3, -1)
+    on = torch.nn.functional.pad(relevant, (0, 5))
+    wanted = plain(name, whole_maps(model, whole, shown), shown, on, asked=late)
+    if side == "right":
+        # The token before the first one of this call is some columns away.
+        for measure in ("previous", "next"):
+            wanted.pop(measure)
+    assert_table(probe.table(), wanted, 1e-5)
+    assert list(probe.examples()["tokens"]) == [9 + 3, 6 + 5, 3 + 5]
+
+
+def test_a_key_outside_of_the_window_of_a_cache_is_no_first_token():
+    model = built("MistralForCausalLM")
+    ids = prompt()[:1]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :8], **{cache_name(model): cache})
+        with AttentionProbe(model) as probe:
+            model(ids[:, 8:], **{cache_name(model): cache})
+    assert set(probe.table()["sink"]) == {0.0}
+    attention = whole_maps(model, ids, torch.ones_like(ids))
+    for name, key in (("self", 8), ("previous", 7)):
+        wanted = torch.stack([given[0, :, 8, key] for given in attention]).flatten()
+        np.testing.assert_allclose(probe.table()[name], wanted.numpy(), atol=1e-6)
