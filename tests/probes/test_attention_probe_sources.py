@@ -306,6 +306,7 @@ def test_training_torch_s_encoder_is_the_same_to_the_bit():
         assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torch_s_transformer_has_three_stacks_and_knows_their_padding():
     torch.manual_seed(0)
     model = nn.Transformer(16, 4, 2, 2, 32, dropout=0.0, batch_first=True).eval()
