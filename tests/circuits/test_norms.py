@@ -82,3 +82,18 @@ def test_whether_weights_are_centred_does_not_depend_on_their_size(size):
     centred = W - W.mean(dim=1, keepdim=True)
     assert is_centred((centred * size).float(), dim=1)
     assert not is_centred(((centred + 1e-4) * size).float(), dim=1)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+def test_whether_weights_are_centred_is_seen_up_to_the_ends_of_float64(size):
+    torch.manual_seed(0)
+    W = torch.randn(2, 64, 8, dtype=torch.float64)
+    assert is_centred((W - W.mean(dim=1, keepdim=True)) * size, dim=1)
+    assert not is_centred(W * size, dim=1)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_weights_that_are_not_finite_are_not_centred(value):
+    W = torch.zeros(2, 64, 8)
+    W[0, 0, 0] = value
+    assert not is_centred(W, dim=1)
