@@ -80,9 +80,17 @@ class View:
         raise CallError(f"basis should be one of {', '.join(BASES)}, got {basis!r}")
 
     def layers(self, opened: AttentionSource) -> Iterator[AttentionWeights]:
-        """Yield the layers of a source in the basis."""
+        """Yield the layers of a source in the basis.
+
+        Raises:
+            CallError: A layer cannot be had in the basis; the message names the source.
+        """
         for weights in opened.layers():
-            yield weights.in_basis(self.basis)
+            try:
+                in_basis = weights.in_basis(self.basis)
+            except CallError as error:
+                raise CallError(f"{opened.address}: {error}") from error
+            yield in_basis
 
     def offset(self, weights: AttentionWeights) -> int:
         """Return the offset for a layer: 0 without rotary positions, since W_QK is then the same at every offset."""

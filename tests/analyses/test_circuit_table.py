@@ -8,6 +8,7 @@ import torch
 from pandas.testing import assert_frame_equal
 from qkov.analyses.trajectories import circuit_table, track
 from qkov.circuits import CallError, measure, open_checkpoint, open_model
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 50}
@@ -92,3 +93,16 @@ def test_wrong_calls(folder, tmp_path):
         circuit_table(tmp_path / "nothing here")
     with pytest.raises(CallError, match=r"expected a torch\.nn\.Module"):
         circuit_table(3)
+
+
+def test_a_basis_that_a_file_does_not_have_is_refused_with_the_name_of_the_file(tmp_path):
+    """Weights whose norm is unknown and whose means over d_model are zero were folded, so that raw ones are gone."""
+    torch.manual_seed(0)
+    tensors = {}
+    for side in "qkv":
+        weight = torch.randn(32, 32)
+        tensors[f"layers.0.self_attn.{side}_proj.weight"] = weight - weight.mean(dim=1, keepdim=True)
+    tensors["layers.0.self_attn.o_proj.weight"] = torch.randn(32, 32)
+    save_file(tensors, tmp_path / "folded.safetensors")
+    with pytest.raises(CallError, match=r"folded\.safetensors: layer 0 was read .*cannot be converted to raw"):
+        circuit_table(tmp_path / "folded.safetensors", heads=4)
