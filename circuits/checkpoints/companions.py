@@ -7,7 +7,7 @@ from pathlib import PurePath
 from ..errors import QkovError, named_input
 from ..storage.places import LocalPlace, Place
 from .array_file import ArrayFile
-from .gguf_file import GgufFile
+from .gguf.file import GgufFile
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .safetensors_file import SafetensorsFile
 from .tensor_file import SUFFIXES, TensorFile

@@ -8,7 +8,7 @@ from ..storage.address import place_of
 from ..storage.places import Place
 from .array_file import ArrayFile
 from .files import CheckpointFiles, files_at
-from .gguf_file import GgufFile
+from .gguf.file import GgufFile
 from .parallel.distributed_file import METADATA, DistributedCheckpoint
 from .parallel.joined_files import JoinedFiles
 from .refusals import foreign_format, partial_weights
@@ -45,10 +45,10 @@ def open_weights(address: Path | str | Place | CheckpointFiles, trust_pickle: bo
         file = element_of(_container(files.weights, trust_pickle), files.element)
     else:
         file = _open(files.weights, trust_pickle) if not files.parts else _joined(files, trust_pickle)
-    file.partial = partial_weights(files.weights.name)
+    file.partial = partial_weights(files.weights.name) or file.partial
     if files.config is not None:
         table = read_config(files.config)
-        file.config, file.config_origin = table, files.config.name
+        file.take_config(table, files.config.name)
         if isinstance(table.get(_INNER), dict):
             file.config, file.config_origin = table[_INNER], f"{_INNER} in {files.config.name}"
             plain = {name: value for name, value in table.items() if isinstance(value, (bool, int, float, str))}

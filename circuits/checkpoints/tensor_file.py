@@ -33,6 +33,8 @@ class TensorFile(ABC):
         training: What the trainer's state beside the weights says: `global_step`, `loss` and `learning_rate`.
         config: The model's dimensions and settings, or None.
         config_origin: Where the config was found: "config.json", "model_args in the file" and so on.
+        doubts: What the file has or lacks beyond its config, with the names of the facts about attention that are
+            unknown therefore, and the reason.
         partial: A sentence that says so if the file is only a part of a model, or None.
         waits: Whether reading waits for a network, so that it pays to read the next tensors in the meantime.
     """
@@ -54,6 +56,7 @@ class TensorFile(ABC):
         self.training: dict[str, int | float] = {}
         self.config: dict[str, Any] | None = None
         self.config_origin: str | None = None
+        self.doubts: dict[str, tuple[tuple[str, ...], str]] = {}
         self.partial: str | None = None
 
     @property
@@ -70,8 +73,17 @@ class TensorFile(ABC):
         self.metadata, self.values, self.lists = file.metadata, file.values, file.lists
         self.collections, self.unread, self.training = file.collections, file.unread, file.training
         self.containers = file.containers
-        self.waits, self.partial = file.waits, file.partial
+        self.waits, self.partial, self.doubts = file.waits, file.partial, file.doubts
         self.config, self.config_origin = file.config, file.config_origin
+
+    def take_config(self, table: dict[str, Any], origin: str) -> None:
+        """Take a config that was found beside the file.
+
+        Args:
+            table: The config.
+            origin: Where it was found.
+        """
+        self.config, self.config_origin = table, origin
 
     @abstractmethod
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
-"""GGUF files: the weights and facts are those of the model from which the file was written."""
+"""GGUF files: quantised tensors, what the metadata leave open, and files that are damaged or not known."""
 
-import builtins
+import json
+import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,178 +10,83 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
+from gguf import GGMLQuantizationType as Kind
 from qkov.analyses.trajectories import RunStore, track
-from qkov.circuits import QkovError, inspect_checkpoint, open_checkpoint, open_model
+from qkov.circuits import AttentionWeights, QkovError, inspect_checkpoint, open_checkpoint
+from qkov.circuits.checkpoints.gguf.header import LARGEST_COUNT
+from qkov.reports.commands.main import run
 from torch import Tensor
 
-WIDTH, HEADS, KEY_VALUE_HEADS, D_HEAD = 64, 4, 2, 16
-MODULES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "input_layernorm": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_1": "attn_norm",
-}
-SMALL = {
-    "hidden_size": WIDTH,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEY_VALUE_HEADS,
-    "head_dim": D_HEAD,
-    "num_hidden_layers": 2,
-    "intermediate_size": 64,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+from .decoders import _GROUPED, BY_NAME, falcon, like_llama
+from .family_proof import Family, build
+from .gguf_writing import PARAMETERS, convert, converted, write
+
+D_HEAD = 12
+LLAMA = like_llama("llama", "LlamaForCausalLM", hidden_size=4 * D_HEAD, rope_theta=5000.0, **_GROUPED)
 
 
-def config_of(architecture: str) -> Any:
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-        "gemma2": transformers.Gemma2Config,
-        "gemma3": transformers.Gemma3TextConfig,
-        "starcoder2": transformers.Starcoder2Config,
-        "phi3": transformers.Phi3Config,
-    }
-    if architecture == "gpt2":
-        return transformers.GPT2Config(n_embd=WIDTH, n_head=HEADS, n_layer=2, n_positions=64, vocab_size=40)
-    changes = {"query_pre_attn_scalar": D_HEAD} if architecture.startswith("gemma") else {}
-    return classes[architecture](**SMALL, **changes)
+def llama(path: Path, family: Family = LLAMA, architecture: str = "llama", **entries: Any) -> Path:
+    return convert(build(family), path, architecture, **entries)
 
 
-def model_of(architecture: str) -> Any:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(architecture))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def permuted(weight: Tensor, heads: int) -> Tensor:
-    """As llama.cpp's converter orders the rows of LLaMA's queries and keys."""
-    return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+def with_tensors(path: Path, tensors: dict[str, Tensor], architecture: str = "llama") -> Path:
+    """A file of the small LLaMA with other tensors beside its own, or in their place."""
+    model = build(LLAMA)
+    return write(
+        path,
+        architecture,
+        lambda writer: PARAMETERS["llama"](writer, model.config.to_dict()),
+        converted(model, "llama") | tensors,
     )
 
 
-def converted(architecture: str, module: str, part: str, tensor: Tensor) -> Tensor:
-    if architecture == "llama" and module in ("attn_q", "attn_k"):
-        return permuted(tensor, HEADS if module == "attn_q" else KEY_VALUE_HEADS)
-    if architecture.startswith("gemma") and module.endswith("norm"):
-        return tensor + 1
-    if architecture == "gpt2" and part == "weight" and module in ("attn_qkv", "attn_output"):
-        return tensor.T
-    return tensor
+def layers_of(path: Path) -> list[AttentionWeights]:
+    return list(open_checkpoint(path).layers())
 
 
-def write(
-    path: Path,
-    architecture: str,
-    state: dict[str, Tensor],
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    **metadata: Any,
-) -> Path:
-    """Write the attention of a model as llama.cpp's converter does; `metadata` are further entries."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(2)
-    writer.add_head_count(HEADS)
-    writer.add_context_length(64)
-    if architecture == "gpt2":
-        writer.add_layer_norm_eps(1e-5)
-    else:
-        writer.add_head_count_kv(KEY_VALUE_HEADS)
-        writer.add_rope_freq_base(5000.0)
-        writer.add_rope_dimension_count(D_HEAD)
-        (writer.add_layer_norm_eps if architecture == "starcoder2" else writer.add_layer_norm_rms_eps)(1e-6)
-        if architecture in ("qwen3", "gemma2", "gemma3"):
-            writer.add_key_length(D_HEAD)
-    for key, value in metadata.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"{architecture}.{key.replace('__', '.')}", value)
-    for name, tensor in state.items():
-        values = tensor.float().contiguous().numpy()
-        if kind != gguf.GGMLQuantizationType.F32 and values.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def attention_of(model: Any, architecture: str) -> dict[str, Tensor]:
-    state = {}
-    for name, tensor in model.state_dict().items():
-        layer = next((part for part in name.split(".") if part.isdigit()), None)
-        module = next((gguf_name for hf, gguf_name in MODULES.items() if f".{hf}." in name), None)
-        if layer is not None and module is not None:
-            part = name.rpartition(".")[2]
-            state[f"blk.{layer}.{module}.{part}"] = converted(architecture, module, part, tensor)
-        elif name.endswith("wpe.weight"):
-            state["position_embd.weight"] = tensor
-    return state
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "starcoder2", "phi3", "gpt2"])
-def test_a_converted_model_is_read_as_it_was(architecture: str, tmp_path: Path) -> None:
-    model = model_of(architecture)
-    path = write(tmp_path / "model.gguf", architecture, attention_of(model, architecture))
-    opened = open_checkpoint(path)
-    assert opened.config_origin == "the metadata of the GGUF file"
-    layers = list(opened.layers())
-    expected = list(open_model(model).layers())
-    assert len(layers) == len(expected) == 2
-    for read, told in zip(layers, expected, strict=True):
-        for name in ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O"):
-            one, other = getattr(read, name), getattr(told, name)
-            assert (one is None) == (other is None), name
-            assert one is None or torch.equal(one, other), name
-        assert read.norm is not None
-        assert told.norm is not None
-        assert read.norm.kind == told.norm.kind
-        torch.testing.assert_close(read.norm.gain.double(), told.norm.gain.double(), rtol=1e-6, atol=1e-6)
-        assert (read.facts.rotary is None) == (told.facts.rotary is None)
-        if read.facts.rotary is not None and architecture != "gemma3":
-            assert read.facts.rotary.pairing == told.facts.rotary.pairing
-            expected_frequencies = [5000.0 ** (-2 * i / D_HEAD) for i in range(D_HEAD // 2)]
-            assert read.facts.rotary.frequencies == pytest.approx(expected_frequencies, rel=1e-6)
-        scales = [facts.score_scale or D_HEAD**-0.5 for facts in (read.facts, told.facts)]
-        assert scales[0] == pytest.approx(scales[1])
-        assert not read.facts.unknown
-    assert inspect_checkpoint(opened)["recognised"].startswith("as ")
-
-
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16"])
 def test_quantised_weights_are_those_that_the_formula_gives(kind: str, tmp_path: Path) -> None:
     """Q8_0 and Q4_0: blocks of 32 numbers with one half-precision scale, computed here from the bytes."""
-    state = attention_of(model_of("qwen2"), "qwen2")
-    path = write(tmp_path / "model.gguf", "qwen2", state, gguf.GGMLQuantizationType[kind])
-    weight = state["blk.1.attn_q.weight"].float().numpy()
+    model = build(like_llama("qwen2", "Qwen2ForCausalLM", hidden_size=64, **_GROUPED))
+    path = convert(model, tmp_path / "model.gguf", "qwen2", Kind[kind])
+    weight = converted(model, "qwen2")["blk.1.attn_q.weight"].float().numpy()
     if kind == "F16":
         expected = weight.astype(np.float16).astype(np.float32)
+    elif kind == "BF16":
+        expected = torch.from_numpy(weight).bfloat16().float().numpy()
     else:
-        raw = gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind]).reshape(-1, 34 if kind == "Q8_0" else 18)
+        raw = gguf.quants.quantize(weight, Kind[kind]).reshape(-1, 34 if kind == "Q8_0" else 18)
         scale = raw[:, :2].copy().view(np.float16).astype(np.float32)
         if kind == "Q8_0":
             expected = (scale * raw[:, 2:].view(np.int8)).reshape(weight.shape)
         else:
             numbers = np.concatenate([raw[:, 2:] & 15, raw[:, 2:] >> 4], axis=1).astype(np.float32) - 8
             expected = (scale * numbers).reshape(weight.shape)
-    read = list(open_checkpoint(path).layers())[1].W_Q
+    read = layers_of(path)[1].W_Q
     assert torch.equal(read.transpose(1, 2).flatten(0, 1), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
+@pytest.mark.parametrize("architecture", ["llama", "falcon"])
+def test_what_is_quantised_is_put_back_in_order_as_well(architecture: str, kind: Kind, tmp_path: Path) -> None:
+    """The values are those of gguf's own dequantize, in the order of the model."""
+    family = like_llama("llama", "LlamaForCausalLM", hidden_size=64, **_GROUPED)
+    if architecture == "falcon":
+        family = falcon("falcon", new_decoder_architecture=True, num_kv_heads=2, hidden_size=64)
+    path = convert(build(family), tmp_path / "model.gguf", architecture, kind)
+    reader = gguf.GGUFReader(path)
+    values = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors}
+    weights = layers_of(path)[1]
+    q, k = weights.W_Q.transpose(1, 2).flatten(0, 1), weights.W_K.transpose(1, 2).flatten(0, 1)
+    if architecture == "falcon":
+        expected = torch.from_numpy(values["blk.1.attn_qkv.weight"].copy())
+        assert torch.equal(torch.cat((q, k)), expected[: len(q) + len(k)])
+        return
+    stored_q, stored_k = (torch.from_numpy(values[f"blk.1.attn_{side}.weight"].copy()) for side in "qk")
+    # Rows 2i and 2i + 1 of a head in the file are rows i and i + 8 of the model.
+    order = torch.tensor([*range(0, 16, 2), *range(1, 16, 2)])
+    assert torch.equal(q, stored_q.reshape(4, 16, 64)[:, order].flatten(0, 1))
+    assert torch.equal(k, stored_k.reshape(2, 16, 64)[:, order].flatten(0, 1))
 
 
 def test_the_packaged_model_is_read_as_transformers_reads_it(smollm2_gguf: Path, smollm2: Path) -> None:
@@ -187,65 +94,287 @@ def test_the_packaged_model_is_read_as_transformers_reads_it(smollm2_gguf: Path,
     for read, told in zip(from_gguf.layers(), from_transformers.layers(), strict=True):
         for name in ("W_Q", "W_K", "W_V", "W_O"):
             assert torch.equal(getattr(read, name).to(torch.bfloat16), getattr(told, name)), (read.layer, name)
-        assert read.facts.rotary == told.facts.rotary
+        assert read.facts == told.facts
         assert read.group_size == told.group_size
+
+
+def frequencies(path: Path) -> tuple[float, ...]:
+    rotary = layers_of(path)[0].facts.rotary
+    assert rotary is not None
+    assert rotary.amplitude == 1.0
+    assert rotary.frequencies is not None
+    return rotary.frequencies
+
+
+PLAIN = [5000.0 ** (-2 * pair / D_HEAD) for pair in range(D_HEAD // 2)]
 
 
 def test_divisors_of_the_frequencies_are_in_the_file(tmp_path: Path) -> None:
     divisors = torch.linspace(1, 8, D_HEAD // 2)
-    state = attention_of(model_of("llama"), "llama") | {"rope_freqs.weight": divisors}
-    rotary = next(iter(open_checkpoint(write(tmp_path / "model.gguf", "llama", state)).layers())).facts.rotary
-    assert rotary is not None
-    expected = [5000.0 ** (-2 * i / D_HEAD) / float(divisors[i]) for i in range(D_HEAD // 2)]
-    assert rotary.frequencies == pytest.approx(expected, rel=1e-6)
-    assert rotary.amplitude == 1.0
+    path = with_tensors(tmp_path / "model.gguf", {"rope_freqs.weight": divisors})
+    expected = [plain / float(divisor) for plain, divisor in zip(PLAIN, divisors, strict=True)]
+    assert frequencies(path) == pytest.approx(expected, rel=1e-6)
 
 
-def test_linear_scaling_is_read(tmp_path: Path) -> None:
-    state = attention_of(model_of("llama"), "llama")
-    path = write(tmp_path / "model.gguf", "llama", state, rope__scaling__type="linear", rope__scaling__factor=4.0)
-    rotary = next(iter(open_checkpoint(path).layers())).facts.rotary
-    assert rotary is not None
-    assert rotary.frequencies == pytest.approx([5000.0 ** (-2 * i / D_HEAD) / 4 for i in range(D_HEAD // 2)], rel=1e-6)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+        # What the first files said.
+        {"rope__scale_linear": 4.0},
+    ],
+)
+def test_linear_scaling_is_read(entries: dict[str, Any], tmp_path: Path) -> None:
+    path = llama(tmp_path / "model.gguf", **entries)
+    assert frequencies(path) == pytest.approx([plain / 4 for plain in PLAIN], rel=1e-6)
 
 
-def test_an_architecture_that_is_not_known_and_damaged_files(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", "llama", attention_of(model_of("llama"), "llama"))
-    other = write(tmp_path / "other.gguf", "mamba", {"blk.0.ssm_a.weight": torch.ones(4, 4)})
+def test_a_base_that_is_not_stated_is_that_of_llama_cpp(tmp_path: Path) -> None:
+    model = build(BY_NAME["cohere"])
+
+    def without_base(writer: gguf.GGUFWriter) -> None:
+        PARAMETERS["command-r"](writer, model.config.to_dict() | {"rope_parameters": {}, "rope_theta": None})
+
+    path = write(tmp_path / "model.gguf", "command-r", without_base, converted(model, "command-r"))
+    # transformers would take 500000 for this family.
+    assert frequencies(path) == pytest.approx([10000.0 ** (-2 * pair / D_HEAD) for pair in range(D_HEAD // 2)])
+
+
+@pytest.mark.parametrize(
+    ("entries", "facts"),
+    [
+        ({"attention__scale": 0.25}, {"score_scale"}),
+        ({"attention__temperature_scale": 0.5}, {"score_scale"}),
+        ({"attn_logit_softcapping": 30.0}, {"soft_cap"}),
+        ({"attention__clamp_kqv": 8.0}, {"clip_qkv"}),
+        ({"attention__sliding_window": 128}, {"window"}),
+        ({"attention__causal": False}, {"causal"}),
+        ({"attention__max_alibi_bias": 8.0}, {"positions", "rotary"}),
+        ({"rope__dimension_sections": [4, 1, 1, 0]}, {"rotary"}),
+        ({"rope__dimension_count": 6}, {"rotary"}),
+        ({"rope__freq_base_swa": 10.0}, {"rotary"}),
+        ({"rope__scaling__attn_factor": 1.2}, {"rotary"}),
+        ({"rope__scaling__type": "longrope"}, {"rotary"}),
+        ({"rope__scaling__type": "spiral", "rope__scaling__factor": 2.0}, {"rotary"}),
+        ({"rope__scaling__yarn_log_multiplier": 1.0}, {"rotary"}),
+        ({"general__name": "Mistral 7B Instruct v0.1"}, {"window"}),
+        ({"general__base_model__0__name": "Mistral-7B-v0.1"}, {"window"}),
+        ({"general__name": "Mixtral 8x7B of Mistral"}, set()),
+        ({"general__description": "as good as mistral"}, set()),
+        ({"attention__causal": True, "attention__scale": 0.0, "attn_logit_softcapping": 0.0}, set()),
+    ],
+)
+def test_what_the_metadata_say_and_the_family_has_not_is_unknown(
+    entries: dict[str, Any], facts: set[str], tmp_path: Path
+) -> None:
+    opened = open_checkpoint(llama(tmp_path / "model.gguf", **entries))
+    assert {weights.facts.unknown for weights in opened.layers()} == {frozenset(facts)}
+    assert len(opened.doubts) == bool(facts)
+    assert all("metadata" in f"{what} {why}" or "converter" in why for what, why in opened.doubts.items())
+
+
+def test_a_tensor_that_the_family_has_not_is_evidence(tmp_path: Path) -> None:
+    path = with_tensors(tmp_path / "model.gguf", {"blk.1.attn_sinks.weight": torch.ones(4)})
+    assert layers_of(path)[0].facts.unknown == {"sinks"}
+
+
+def test_an_old_file_of_phi3_does_not_state_its_window(tmp_path: Path) -> None:
+    model = build(BY_NAME["phi3"])
+
+    def parameters(writer: gguf.GGUFWriter) -> None:
+        PARAMETERS["phi3"](writer, model.config.to_dict())
+        del writer.kv_data[0]["phi3.attention.sliding_window"]
+
+    path = write(tmp_path / "model.gguf", "phi3", parameters, converted(model, "phi3"))
+    assert layers_of(path)[0].facts.unknown == {"window"}
+
+
+def test_a_window_in_every_other_layer(tmp_path: Path) -> None:
+    """A period of the file's own, in place of the architecture's."""
+    family = like_llama("olmo3", "Olmo3ForCausalLM", sliding_window=5, num_hidden_layers=5, **_GROUPED)
+    path = convert(build(family), tmp_path / "model.gguf", "olmo2", attention__sliding_window_pattern=2)
+    assert [weights.facts.window for weights in layers_of(path)] == [5, None, 5, None, 5]
+
+
+def test_multi_query_attention_is_not_taken_for_one_head_each(tmp_path: Path) -> None:
+    """The converter says that a StarCoder has one key-value head, whatever the model has."""
+    path = convert(build(BY_NAME["gpt_bigcode"]), tmp_path / "model.gguf", "starcoder")
+    with pytest.raises(QkovError, match="says num_key_value_heads = 1, but the shapes of the weights say 4"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "origin"),
+    [
+        ({"model_type": "llama"}, "the metadata of the GGUF file"),
+        ({"model_type": "mistral", "num_attention_heads": 4, "sliding_window": 5}, "config.json"),
+    ],
+)
+def test_a_config_beside_the_file_counts_if_it_states_the_heads(
+    config: dict[str, Any], origin: str, tmp_path: Path
+) -> None:
+    path = llama(tmp_path / "model.gguf", general__name="mistral")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    opened = open_checkpoint(path)
+    facts = next(iter(opened.layers())).facts
+    assert opened.config_origin == origin
+    assert (facts.window, facts.unknown) == (
+        config.get("sliding_window"),
+        frozenset() if "heads" in str(config) else {"window"},
+    )
+
+
+def test_one_part_of_several_is_named(tmp_path: Path) -> None:
+    path = llama(tmp_path / "model-00001-of-00003.gguf", split__count=3)
+    assert open_checkpoint(path).skipped == {
+        "other files": "this file is one of 3 parts of a model; join them with llama-gguf-split --merge"
+    }
+
+
+def swapped(path: Path, kind: Kind) -> Path:
+    model = build(LLAMA)
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    PARAMETERS["llama"](writer, model.config.to_dict())
+    for name, tensor in converted(model, "llama").items():
+        writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16])
+def test_the_byte_order_of_other_machines(kind: Kind, tmp_path: Path) -> None:
+    read, expected = layers_of(swapped(tmp_path / "big.gguf", kind)), layers_of(llama(tmp_path / "little.gguf"))
+    for one, other in zip(read, expected, strict=True):
+        for name in ("W_Q", "W_K", "W_V", "W_O"):
+            right = getattr(other, name)
+            assert torch.equal(getattr(one, name), right if kind == Kind.F32 else right.half().float())
+        assert one.facts == other.facts
+
+
+def test_types_that_are_not_read(tmp_path: Path) -> None:
+    """An unknown type matters only where it is that of attention."""
+    path = with_tensors(tmp_path / "model.gguf", {"a.weight": torch.ones(32)})
+    content = path.read_bytes()
+    unknown = struct.pack("<I", 99)
+
+    def with_type(name: bytes, dimensions: int) -> Path:
+        at = content.index(name) + len(name) + 4 + 8 * dimensions
+        (tmp_path / "other.gguf").write_bytes(content[:at] + unknown + content[at + 4 :])
+        return tmp_path / "other.gguf"
+
+    assert len(layers_of(with_type(b"a.weight", 1))) == 2
+    with pytest.raises(QkovError, match=r"attn_q\.weight of .*other\.gguf has the type 99, .* update it"):
+        layers_of(with_type(b"blk.0.attn_q.weight", 2))
+
+
+def test_an_architecture_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = write(tmp_path / "other.gguf", "mamba", lambda _: None, {"blk.0.ssm_a.weight": torch.ones(4, 4)})
     with pytest.raises(QkovError, match=r"holds the architecture 'mamba' of GGUF; known are llama, .*as safetensors"):
         open_checkpoint(other)
-    content = path.read_bytes()
+    assert run(["inspect", str(other)]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(QkovError, match=message) as caught:
+        layers_of(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
+    content = llama(tmp_path / "model.gguf").read_bytes()
     for length in (3, 20, 200, len(content) // 2, len(content) - 5):
         (tmp_path / "cut.gguf").write_bytes(content[:length])
-        with pytest.raises(QkovError, match=r"cut\.gguf cannot be read as a GGUF file .*; copy it again") as caught:
-            list(open_checkpoint(tmp_path / "cut.gguf").layers())
-        assert "\n" not in str(caught.value)
+        refused(tmp_path / "cut.gguf", r"cut\.gguf cannot be read as a GGUF file .*; copy it again")
+
+
+def header(path: Path, tensors: int, entries: int, rest: bytes = b"", version: int = 3) -> Path:
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + rest)
+    return path
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+NAME = text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+NUMBERS = text(b"llama.attention.head_count") + struct.pack("<IIQ", 9, 4, 2**62)
+TEXTS = text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2**62)
+NESTED = text(b"llama.a") + struct.pack("<IIQ", 9, 9, 1)
+EVERYTHING = text(b"a") + struct.pack("<IQQIQ", 2, 2**32, 2**32, 0, 0)
+NOTHING = text(b"a") + struct.pack("<IQQIQ", 2, 0, 2**40, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "entries", "rest", "message"),
+    [
+        (2**63, 1, NAME, f"would hold {2**63} tensors and 1 entries"),
+        (0, LARGEST_COUNT + 1, NAME, "would hold 0 tensors"),
+        (0, 2, NAME + NUMBERS, "ends within its header"),
+        (0, 2, NAME + TEXTS, "ends within its header"),
+        (0, 2, NAME + NESTED, "values of the unknown type 9"),
+        (0, 2, NAME + NAME, "states general.architecture twice"),
+        (1, 1, NAME + EVERYTHING + bytes(64), r"a tensor has shape \[4294967296, 4294967296\]"),
+        (1, 1, NAME + NOTHING + bytes(64), r"a tensor has shape \[1099511627776, 0\]"),
+        (0, 1, text(b"\xff") + struct.pack("<IB", 0, 1), "a name in its header is not text"),
+        (0, 0, b"", "names no architecture"),
+    ],
+)
+def test_what_a_header_states_is_bounded_by_the_bytes(
+    tensors: int, entries: int, rest: bytes, message: str, tmp_path: Path
+) -> None:
+    refused(header(tmp_path / "stated.gguf", tensors, entries, rest), message)
+
+
+def test_tensors_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    described = [text(b"a%d" % number) + struct.pack("<IQIQ", 1, 64, 0, 0) for number in range(9)]
+    path = header(tmp_path / "shared.gguf", 9, 1, NAME + b"".join(described) + bytes(32 + 4 * 64))
+    refused(path, "its tensors would have 2304 bytes")
+
+
+@pytest.mark.parametrize("version", [0, 1, 4])
+def test_other_versions_are_refused(version: int, tmp_path: Path) -> None:
+    refused(header(tmp_path / "version.gguf", 0, 1, NAME, version), f"its version is {version}; known are 2, 3")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"attention__head_count": "many"}, r"states llama\.attention\.head_count = 'many', where a whole number"),
+        ({"attention__head_count": 2.5}, "where a whole number, or one for each layer"),
+        ({"attention__head_count": 0}, "heads should be at least 1, got 0"),
+        ({"attention__head_count_kv": 3}, "says num_key_value_heads = 3, but the shapes of the weights say 2"),
+        ({"embedding_length": [48]}, r"states llama\.embedding_length = \[48\], where a whole number"),
+        ({"rope__freq_base": "high"}, r"states llama\.rope\.freq_base = 'high', where a number"),
+    ],
+)
+def test_metadata_of_another_type_are_named(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refused(llama(tmp_path / "model.gguf", **entries), message)
 
 
 def test_without_the_package_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "model.gguf", "llama", attention_of(model_of("llama"), "llama"))
-    real = builtins.__import__
-
-    def absent(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "gguf":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
+    path = llama(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(QkovError, match=r"is a GGUF file, which needs the package gguf: pip install 'qkov\[gguf\]'"):
         open_checkpoint(path)
 
 
 def test_a_folder_with_one_gguf_file_is_a_checkpoint(tmp_path: Path) -> None:
-    write(tmp_path / "model-q8.gguf", "llama", attention_of(model_of("llama"), "llama"))
-    assert len(list(open_checkpoint(tmp_path).layers())) == 2
+    llama(tmp_path / "model-q8.gguf")
+    assert len(layers_of(tmp_path)) == 2
+    assert inspect_checkpoint(open_checkpoint(tmp_path))["recognised"].startswith("as LLaMA")
 
 
 def test_a_run_of_gguf_files_is_tracked(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
+    model = build(LLAMA)
     for step in (10, 20):
-        state = {name: tensor * step for name, tensor in attention_of(model_of("llama"), "llama").items()}
-        write(tmp_path / "run" / f"step_{step}.gguf", "llama", state)
+        tensors = {name: tensor * step for name, tensor in converted(model, "llama").items()}
+        with_tensors(tmp_path / "run" / f"step_{step}.gguf", tensors)
     track(tmp_path / "run", tmp_path / "store")
     norms = {
         row["step"]: row["frobenius_norm"]
