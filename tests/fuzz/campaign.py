@@ -18,6 +18,7 @@ import torch
 
 from .arrays import array_input
 from .data_sets import data_set_input
+from .gguf_files import gguf_input
 from .inputs import Generator, Input
 from .mappings import mapping_input
 from .pickles import torch_input
@@ -33,6 +34,7 @@ KINDS: dict[str, Generator] = {
     "index": index_input,
     "pt": torch_input,
     "array": array_input,
+    "gguf": gguf_input,
     "config": config_input,
     "mapping": mapping_input,
     "data set": data_set_input,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .data_sets import whole_data_sets
+from .gguf_files import whole_gguf
 from .inputs import Input
 from .mappings import whole_mapping
 from .stores import whole_store
@@ -35,6 +36,7 @@ def undamaged() -> list[Input]:
         Input("checkpoint", {"lit_model.pth": _saved(tensors, True), "model_config.yaml": described["config.json"]}),
         Input("checkpoint", {"pytorch_model.bin": _saved(tensors, True), **described}),
         Input("checkpoint", {"pytorch_model.bin": _saved(tensors, False), **described}),
+        whole_gguf(),
         whole_mapping(),
         *whole_data_sets(),
         Input("store", whole_store()),
