@@ -167,7 +167,7 @@ def check_series(mu_qk: np.ndarray, mu_ov: np.ndarray) -> None:
     for name, series in (("mu_qk", mu_qk), ("mu_ov", mu_ov)):
         if not np.all(np.isfinite(series)):
             raise CallError(f"{name} must be finite at every time, got {series[~np.isfinite(series)][0]}.")
-        if np.all(series == series[0]):
+        if np.ptp(series) == 0:
             raise CallError(f"{name} must change over the series, got {series[0]:.6g} throughout.")
 
 

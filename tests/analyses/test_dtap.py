@@ -183,6 +183,14 @@ def test_differences_of_cells_are_those_of_two_tables():
     assert same[["value", "low", "high"]].abs().to_numpy().max() == 0
 
 
+def test_two_edges_make_one_bin():
+    given = drawn(5)
+    cells = dtap(given, (0.0, 1.0), (0.0, 1.0), settings=QUICK).cells
+    assert cells["percent"].tolist() == [100.0]
+    with pytest.raises(CallError, match="edges of attention should be at least two rising numbers"):
+        dtap(given, (0.0,), (0.0, 1.0))
+
+
 def test_what_cannot_be_tabled_is_refused():
     given = drawn(5)
     with pytest.raises(

@@ -118,3 +118,12 @@ def test_tokens_of_another_length_or_without_a_query_are_refused(drawn):
         FiftyTokenTask(context_length=30).sequences(tokens)
     with pytest.raises(CallError, match="query token with an id from 5 to 8"):
         FiftyTokenTask().sequences(tokens.flip(1).clamp(min=9))
+
+
+def test_a_context_of_one_token_and_each_query_are_in_range():
+    task = FiftyTokenTask(context_length=1)
+    for query in (5, 8):
+        assert task.sequences(torch.tensor([[20, query]])).label.tolist() == [query - 5]
+    for query in (4, 9):
+        with pytest.raises(CallError, match="query token with an id from 5 to 8"):
+            task.sequences(torch.tensor([[20, query]]))

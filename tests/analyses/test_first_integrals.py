@@ -117,3 +117,9 @@ def test_a_series_that_says_nothing_is_refused(mu_qk, mu_ov, words, monkeypatch)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(CallError, match=words):
         fit_ratio(np.array(mu_ov), np.array(mu_qk), PAPER)
+
+
+def test_three_samples_are_enough():
+    mu_ov = np.array([0.1, 1.1, 2.1])
+    mu_qk = np.array([0.2, 0.4, 1.2])
+    assert np.isfinite(fit_ratio(mu_ov, mu_qk, PAPER).fits[Parameterization.CACO].r)

@@ -87,7 +87,9 @@ def test_losses_are_measured_at_log_spaced_steps_up_to_the_last():
         ({"alphas": (0.5, 1.2)}, "from 0 to 1"),
         ({"alphas": ()}, "one or more shares"),
         ({"steps": 0}, "steps must be positive; got 0"),
+        ({"alphas": (-0.1,)}, "from 0 to 1"),
         ({"rate": -0.1}, "rate must be positive"),
+        ({"rate": 0.0}, "rate must be positive; got 0"),
     ],
 )
 def test_a_call_out_of_range_is_refused(arguments, message):
@@ -100,3 +102,8 @@ def test_final_losses_are_the_published_ones():
     losses = train_fixed_attention(FiftyTokenTask())
     np.testing.assert_allclose(losses.final_collapsed, [0.598, 0.158, 0.0645, 0.0346, 0.0216], rtol=0.05)
     np.testing.assert_allclose(losses.final_factorized, [0.0038, 0.0015, 0.00089, 0.00063, 0.00049], rtol=0.05)
+
+
+def test_attention_may_be_nothing_or_all():
+    losses = train_fixed_attention(FiftyTokenTask(), (0.0, 1.0), steps=1, batch=1, measurements=1, evaluation=4)
+    assert losses.collapsed.shape == (1, 2)

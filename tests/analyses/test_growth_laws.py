@@ -224,6 +224,12 @@ def test_fit_of_an_exact_line():
     assert curved.r_squared == pytest.approx(np.corrcoef(mu_ov**2, mu_qk)[0, 1] ** 2, rel=1e-10)
 
 
+def test_three_samples_before_saturation_are_enough():
+    result = fit_growth(np.array([0.1, 0.2, 0.3]), np.array([0.011, 0.012, 0.013]), PAPER)
+    assert result.samples == 3
+    assert result.fits[Parameterization.CAFO].slope == pytest.approx(0.01, rel=1e-9)
+
+
 def test_laws_that_need_positive_scales_are_left_out():
     flow = run(PAPER, Parameterization.CACO, 1.0, 1e-3)
     result = fit_growth(flow.mu_ov, flow.mu_qk, PAPER)
@@ -235,10 +241,12 @@ def test_laws_that_need_positive_scales_are_left_out():
 def test_wrong_calls():
     with pytest.raises(CallError, match="three samples before saturation, got 1"):
         fit_growth(np.array([0.1, 5.0, 6.0]), np.array([0.1, 4.0, 5.0]), PAPER)
-    with pytest.raises(CallError, match=r"departure.*got 1\.5"):
-        fit_growth(np.array([0.1, 5.0, 6.0]), np.array([0.1, 4.0, 5.0]), PAPER, 1.5)
-    with pytest.raises(CallError, match="attention must be in"):
-        mu_ov_at_fixed_attention(PAPER, Parameterization.CACO, 1.0, 1.5)
+    for departure in (0.0, 1.0, 1.5):
+        with pytest.raises(CallError, match=rf"departure.*got {departure}"):
+            fit_growth(np.array([0.1, 5.0, 6.0]), np.array([0.1, 4.0, 5.0]), PAPER, departure)
+    for attention in (0.0, 1.5):
+        with pytest.raises(CallError, match="attention must be in"):
+            mu_ov_at_fixed_attention(PAPER, Parameterization.CACO, 1.0, attention)
     with pytest.raises(CallError, match="time must be >= 0"):
         mu_ov_at_fixed_attention(PAPER, Parameterization.CACO, -1.0, 0.5)
     with pytest.raises(CallError, match="saddle"):

@@ -140,3 +140,8 @@ def test_without_a_mask_token_the_error_says_what_to_do():
     ):
         Perturbation(removal="mask token").demand_fit(BagOfWords([0.0]))
     Perturbation(removal="mask token").demand_fit(BagOfWords([0.0], mask_token=0))
+
+
+def test_settings_at_the_ends_of_their_ranges_are_taken():
+    assert Perturbation(cuts=(0.0, 1.0)).cuts == (0.0, 1.0)
+    assert Perturbation(padded_length=1).padded_length == 1

@@ -217,10 +217,14 @@ def test_where_all_is_marked_there_is_nothing_to_rank():
 
 def test_wrong_calls_are_refused():
     given, weights = [example("x...")], [row(1, 2, 3, 4)]
-    with pytest.raises(CallError, match="share is a share of the tokens, above 0 and at most 1; got 5"):
-        Rationales(share=5.0)
-    with pytest.raises(CallError, match=r"iou is a share, from 0.5 to 1; got 0.2"):
-        Rationales(iou=0.2)
+    for share in (0.0, 1.5, 5.0):
+        with pytest.raises(CallError, match=f"share is a share of the tokens, above 0 and at most 1; got {share}"):
+            Rationales(share=share)
+    for iou in (0.2, 0.49, 1.2):
+        with pytest.raises(CallError, match=f"iou is a share, from 0.5 to 1; got {iou}"):
+            Rationales(iou=iou)
+    assert Rationales(share=1.0, iou=1.0).iou == 1
+    assert Rationales().iou == 0.5
     with pytest.raises(CallError, match="at least one method, got none"):
         plausibility(given, {})
     with pytest.raises(CallError, match="flow has rows for 2 examples; expected 1"):

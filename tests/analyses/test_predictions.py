@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from qkov.analyses.attention import predictions
-from qkov.analyses.attention.models.alternatives import answers, are_compared
+from qkov.analyses.attention.models.alternatives import answers, are_compared, label_of
 from qkov.analyses.attention.models.model import length_buckets
 from qkov.analyses.attention.models.predictions import each_prediction
 from qkov.analyses.attention.models.transformers import (
@@ -200,3 +200,11 @@ def test_a_classifier_answers_a_task_with_as_many_classes():
     for classes in (("good",), ("bad", "good", "neither")):
         with pytest.raises(CallError, match=f"bag of words has 2 classes, and moods has {len(classes)}"):
             answers(bag, Task("moods", examples, "none", classes=classes), among_alternatives=False)
+
+
+def test_labels_are_numbers_of_alternatives():
+    assert label_of(Example(tokens=(1,), label=0), 0, 1) == 0
+    assert label_of(Example(tokens=(1,), label=7), 0) == 7
+    for label, alternatives in ((1, 1), (-1, 2), (-1, None)):
+        with pytest.raises(CallError, match=f"example 3 has the label {label}; expected one of its"):
+            label_of(Example(tokens=(1,), label=label), 3, alternatives)

@@ -212,6 +212,8 @@ def test_one_fused_map_a_layer_is_kept_and_the_heads_maps_are_not():
         ({"heads": (0.0, 0.0)}, "not all zero, got (0.0, 0.0)"),
         ({"heads": ((1.0, 1.0), (1.0, -1.0))}, "none negative"),
         ({"layers": range(3, 3)}, "range of layer numbers"),
+        ({"layers": range(-1, 2)}, "range of layer numbers"),
+        ({"discard": -0.1}, "from 0 to less than 1, got -0.1"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, words):
@@ -282,3 +284,12 @@ def test_the_smallest_are_dropped_of_each_query_and_never_all(share, kept):
     for query, keys in enumerate(kept):
         expected[query, keys] = rows[query, keys]
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"residual": (0.0, 1.0)}, {"discard": 0.0}, {"heads": (0.0, 2.0)}, {"heads": ((0.0, 1.0),)}, {"layers": range(1)}],
+)
+def test_settings_at_the_ends_of_their_ranges_are_taken(settings):
+    (name, value), *_ = settings.items()
+    assert getattr(Rollout(**settings), name) == value

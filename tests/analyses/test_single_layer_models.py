@@ -124,6 +124,9 @@ def test_where_no_key_is_left_nothing_is_attended_to():
 def test_ids_widths_and_runs_that_do_not_fit_are_refused():
     model = trained(Parameterization.FAFO, 50, 4)
     adapted = SingleLayerModel(model, torch.eye(50, dtype=torch.float64), name="a model")
+    adapted.logits(torch.tensor([[0, 49]]), torch.tensor([[True, True]]))
+    with pytest.raises(CallError, match="a model has tokens 0 to 49, got ids from -1 to 3"):
+        adapted.logits(torch.tensor([[3, -1]]), torch.tensor([[True, True]]))
     with pytest.raises(CallError, match="a model has tokens 0 to 49, got ids from 3 to 50"):
         adapted.logits(torch.tensor([[3, 50]]), torch.tensor([[True, True]]))
     with pytest.raises(CallError, match="the model has width 50, and the vectors of its tokens have width 20"):

@@ -45,10 +45,10 @@ class Mutant:
 def mutants(source: str) -> Iterator[Mutant]:
     """Yield a mutant for every comparison, arithmetic operation, number, negation and joint condition of a module.
 
-    Messages, annotations, what stands under `if TYPE_CHECKING`, whether `zip` is strict, whether the field of a
-    dataclass is an argument, the line that a warning names, and the default of `batch_tokens`, which is how much runs
-    at once, are left alone, since no result depends on them. So are comparisons with a device, since the tests run on
-    one, and seeds, since any would do.
+    What no result depends on is left alone: messages, annotations, what stands under `if TYPE_CHECKING`, whether `zip`
+    is strict, whether the field of a dataclass is an argument or shown, the line that a warning names, and the default
+    of `batch_tokens`, which is how much runs at once. So are comparisons with a device, since the tests run on one, and
+    seeds, since any would do.
     """
     tree = ast.parse(source)
     for node, fault, change, undo in list(_changes(tree)):
@@ -111,7 +111,7 @@ def _deciding(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, ast.Raise | ast.JoinedStr) or child in at_once:
                 continue
-            if isinstance(child, ast.keyword) and child.arg in ("strict", "init", "stacklevel"):
+            if isinstance(child, ast.keyword) and child.arg in ("strict", "init", "repr", "stacklevel"):
                 continue
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 continue
