@@ -17,7 +17,10 @@ from .requirements import demand_supported
 def explain(
     model: Annotated[
         str,
-        typer.Argument(help="A folder that transformers saved, a GGUF file, a hub id, or a run of qkov reproduce."),
+        typer.Argument(
+            help="A folder that transformers saved, a run of its Trainer or of qkov reproduce (the last checkpoint is "
+            "used), a GGUF file, or a hub id, NAME or NAME@REVISION."
+        ),
     ],
     task: Annotated[
         str,
@@ -164,6 +167,8 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     lines = [f"{summary['examples']} examples of {summary['task']}"]
     if summary["accuracy"] is not None:
         lines[0] += f"; {summary['model']} is right in {100 * summary['accuracy']:.1f} %"
+    if summary["chosen_checkpoint"]:
+        lines.insert(0, summary["chosen_checkpoint"])
     if summary["pairs"]:
         lines.append(
             f"{summary['pairs']} of {summary['examples']} examples are pairs of texts; relevant: "

@@ -67,6 +67,7 @@ def explain_summary(explanation: Explanation) -> dict[str, Any]:
         main = relevance[(relevance["method"] == described["settings"]["main"]) & (relevance["tokens"] == ALL_TOKENS)]
     return {
         "model": described["model"]["name"],
+        "chosen_checkpoint": described["model"]["chosen_checkpoint"],
         "task": described["task"]["name"],
         "examples": described["task"]["examples"],
         "relevant_tokens": described["task"]["relevant"],

@@ -40,7 +40,8 @@ def build_world(folder: Path) -> None:
         "",
         False,
     )
-    for name, tiny in (("model", CAUSAL[0]), ("classifier", three), ("sentiment", CLASSIFIERS[0])):
+    run = [(f"sentiment-run/checkpoint-{step}", CLASSIFIERS[0]) for step in (300, 600)]
+    for name, tiny in (("model", CAUSAL[0]), ("classifier", three), ("sentiment", CLASSIFIERS[0]), *run):
         tiny.build().save_pretrained(folder / name)
         word_tokeniser().save_pretrained(folder / name)
     _data(folder)

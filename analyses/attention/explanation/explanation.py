@@ -240,6 +240,7 @@ def described(
             "causal": model.causal,
             "context": model.context,
             "mode": model.mode,
+            "chosen_checkpoint": model.chosen_checkpoint,
         },
         "task": {
             "name": task.name,

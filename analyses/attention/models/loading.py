@@ -13,10 +13,11 @@ from ....circuits.errors import CallError, QkovError, named_input, reason
 from ....circuits.live.hooked_models import has_weight_interface
 from ...dynamics.model import SingleLayerAttention
 from ..maps.search import source_of, unwrapped_model
+from .addresses import ModelAddress, model_address
 from .model import AttentionModel
 from .model_maps import demand_one_stack
 from .single_layer import SingleLayerModel
-from .tokenisers import load_tokeniser
+from .tokenisers import tokeniser_beside
 from .torch_model import TorchModel
 from .transformer_lens import HookedModel
 from .transformers import TransformersCausalLM, TransformersClassifier, TransformersMaskedLM, demand_text
@@ -55,8 +56,9 @@ def load_model(
     Args:
         source: A model of transformers, one with TransformerLens' hooks, or a module that attends by
             torch.nn.MultiheadAttention, takes token ids and returns logits (see `TorchModel`); or an address: a folder
-            that transformers saved, a GGUF file, a name on the hub, a checkpoint of `qkov reproduce`, or the folder of
-            one of its runs, whose last checkpoint is loaded.
+            that transformers saved, a GGUF file, a name on the hub or `name@revision`, a checkpoint of
+            `qkov reproduce`, or the folder of a run of either, whose last checkpoint is loaded
+            (`AttentionModel.chosen_checkpoint` says which).
         kind: "classifier", "causal" or "masked", if neither the class nor the config of the model says which it is.
         mask_token: The id that stands for a removed token, if there is no tokenizer beside the model that has one.
         dtype: The type of the weights of a model of transformers that is loaded from an address.
@@ -64,7 +66,8 @@ def load_model(
 
     Raises:
         CallError: The source is none of these, or there is no single row of attention behind the model's prediction.
-        QkovError: The model cannot be loaded, or its files lack weights that this kind of model needs.
+        QkovError: The model or the last checkpoint of a run cannot be loaded, or its files lack weights that this kind
+            of model needs.
     """
     if kind is not None and kind not in KINDS:
         raise CallError(f"kind should be one of {', '.join(KINDS)}, got {kind!r}")
@@ -123,17 +126,22 @@ def _from_address(
     path = Path(address)
     if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("step_*.safetensors"))):
         return SingleLayerModel.open(find_checkpoints(path)[-1].address if path.is_dir() else path)
-    if path.exists() and not path.is_dir() and path.suffix != ".gguf":
+    found = model_address(address)
+    path = Path(found.name)
+    if path.exists() and not path.is_dir():
         raise CallError(
             f"{address} is a file; expected a folder that transformers saved, a .gguf file, a .safetensors file of "
             f"qkov reproduce, or a name on the hub"
         )
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not found.is_gguf and not (path / "config.json").is_file():
         raise CallError(
-            f"{address} has no config.json and no step_*.safetensors, so it does not hold a model that qkov can run"
+            f"{path} has no config.json and no step_*.safetensors, so it does not hold a model that qkov can run"
         )
-    _demand_files(path)
-    return _from_transformers(address, kind, mask_token, dtype, device)
+    if not found.is_gguf:
+        _demand_files(path)
+    model = _from_transformers(found, kind, mask_token, dtype, device)
+    model.chosen_checkpoint = found.chosen
+    return model
 
 
 def _demand_files(folder: Path) -> None:
@@ -145,20 +153,21 @@ def _demand_files(folder: Path) -> None:
 
 
 def _from_transformers(
-    address: str, kind: Kind | None, mask_token: int | None, dtype: torch.dtype, device: str
+    found: ModelAddress, kind: Kind | None, mask_token: int | None, dtype: torch.dtype, device: str
 ) -> AttentionModel:
     import transformers
 
-    is_gguf = address.endswith(".gguf")
-    folder = str(Path(address).parent) if is_gguf else address
-    options = {"gguf_file": Path(address).name} if is_gguf else {}
+    address = found.shown
     with named_input(address, "a model of transformers", "give the folder or the name of one"):
-        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        config = found.loaded_by(transformers.AutoConfig.from_pretrained)
         if config.is_encoder_decoder:
             demand_one_stack({"encoder", "decoder"}, address)
-        chosen = kind or ("causal" if is_gguf else _kind_of(config.architectures or [], address))
-        model, loading_info = getattr(transformers, _CLASSES[chosen]).from_pretrained(
-            folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **options
+        chosen = kind or ("causal" if found.is_gguf else _kind_of(config.architectures or [], address))
+        model, loading_info = found.loaded_by(
+            getattr(transformers, _CLASSES[chosen]).from_pretrained,
+            dtype=dtype,
+            attn_implementation="eager",
+            output_loading_info=True,
         )
     missing = sorted(loading_info["missing_keys"])
     if missing:
@@ -166,8 +175,8 @@ def _from_transformers(
             f"{address} lacks {len(missing)} weights of a {chosen} model, which would be random, such as {missing[0]}; "
             f"train it for the task first, or choose another kind ({', '.join(KINDS)})"
         )
-    if mask_token is None and not is_gguf:
-        mask_token = _mask_token(folder)
+    if mask_token is None and not found.is_gguf:
+        mask_token = _mask_token(found)
     with _in_one_line(address):
         return _of_kind(model.to(device), chosen, address, mask_token)
 
@@ -195,9 +204,9 @@ def _kind_of(classes: list[str], name: str) -> Kind:
     )
 
 
-def _mask_token(folder: str) -> int | None:
+def _mask_token(found: ModelAddress) -> int | None:
     """Return the mask token's id from the tokenizer beside the model, if there is one."""
     try:
-        return load_tokeniser(folder).mask_token_id
+        return tokeniser_beside(found).mask_token_id
     except QkovError:
         return None

@@ -112,6 +112,7 @@ class AttentionModel(ABC):
         mask_token: The id that stands for a removed token; None if the vocabulary has none.
         class_names: The names of the classes of a classifier, in its order; empty if they are not stated.
         classifies: Whether its outputs are classes of a sequence, read at one position; otherwise they are next tokens.
+        chosen_checkpoint: Which checkpoint of a run was loaded, in words; None if the model was not chosen from a run.
         takes_token_types: Whether each token can have a type, such as the number of its text in a pair of texts.
     """
 
@@ -128,6 +129,7 @@ class AttentionModel(ABC):
     residual_stream: bool = True
     own_padding: bool = True
     takes_token_types: bool = False
+    chosen_checkpoint: str | None = None
 
     @property
     def mode(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....circuits.errors import QkovError, named_input
 from ...tasks.example import Example
+from .addresses import ModelAddress, model_address
 
 #: Writes token ids as text.
 Written = Callable[[Sequence[int]], str]
@@ -16,30 +17,46 @@ def load_tokeniser(address: Path | str) -> Any:
     """Return the tokenizer beside a model of transformers.
 
     Args:
-        address: A folder, a GGUF file, or a name on the hub.
+        address: An address as `load_model` takes it: a folder, a GGUF file, a name on the hub, or the folder of a run,
+            whose last checkpoint has the tokenizer, or the run's folder itself.
 
     Raises:
         QkovError: There is no tokenizer, or transformers cannot load it.
     """
+    return tokeniser_beside(model_address(address))
+
+
+def tokeniser_beside(found: ModelAddress) -> Any:
+    """Return the tokenizer beside a model whose files were found already; see `load_tokeniser`."""
+    try:
+        return _loaded(found)
+    except QkovError as error:
+        if found.run is None:
+            raise
+        try:
+            return _loaded(ModelAddress(found.run))
+        except QkovError:
+            raise error from None
+
+
+def _loaded(found: ModelAddress) -> Any:
     import transformers
 
-    path = Path(address)
-    is_gguf = path.suffix == ".gguf"
-    options = {"gguf_file": path.name} if is_gguf else {}
-    with named_input(address, "a tokenizer of transformers", "give the address of the tokenizer"):
-        tokeniser = transformers.AutoTokenizer.from_pretrained(str(path.parent) if is_gguf else str(address), **options)
-    _demand_vocabulary(tokeniser, path, address)
+    with named_input(found.shown, "a tokenizer of transformers", "give the address of the tokenizer"):
+        tokeniser = found.loaded_by(transformers.AutoTokenizer.from_pretrained)
+    _demand_vocabulary(tokeniser, found)
     return tokeniser
 
 
-def _demand_vocabulary(tokeniser: Any, path: Path, address: Path | str) -> None:
+def _demand_vocabulary(tokeniser: Any, found: ModelAddress) -> None:
     """Refuse a tokenizer that transformers has made up where the model's has no file.
 
     Raises:
         QkovError: The folder has no file of a vocabulary, or the vocabulary has no token that stands for text.
     """
+    path = Path(found.name)
     files = sorted({*getattr(type(tokeniser), "vocab_files_names", {}).values(), "tokenizer.json"} - {None})
-    needs_file = bool(getattr(type(tokeniser), "vocab_files_names", None)) and path.is_dir()
+    needs_file = bool(getattr(type(tokeniser), "vocab_files_names", None)) and path.is_dir() and not found.is_gguf
     patterns = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.bpe")
     beside = {file.name for pattern in patterns for file in path.glob(pattern)} if needs_file else set()
     others = {name for name in beside if name.endswith((".model", ".tiktoken")) or name.startswith(("tekken", "vocab"))}
@@ -47,8 +64,8 @@ def _demand_vocabulary(tokeniser: Any, path: Path, address: Path | str) -> None:
     special = set(tokeniser.all_special_ids)
     if missing or not set(tokeniser.get_vocab().values()) - special:
         raise QkovError(
-            f"{address} has no tokenizer (expected one of {', '.join(files)}); save the one that the model was trained "
-            f"with there, or give its address (--tokenizer)"
+            f"{found.shown} has no tokenizer (expected one of {', '.join(files)}); save the one that the model was "
+            f"trained with there, or give its address (--tokenizer)"
         )
 
 
