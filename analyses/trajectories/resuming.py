@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...circuits.errors import CallError
 from ...circuits.public_addresses import identity
 from ...circuits.storage.address import place_of
+from ...circuits.storage.lens import is_lens, lens_model
 from ...circuits.storage.places import LocalPlace
 from .store import RunStore
 
@@ -31,6 +32,10 @@ class Source:
     @classmethod
     def of(cls, run: Path | str) -> "Source":
         """Return the source at a path or an address."""
+        if is_lens(run):
+            model = lens_model(str(run))
+            # Whichever of its names was typed, it is the same model.
+            return cls(str(model), identity(str(replace(model, name=model.official))))
         place = place_of(run)
         if isinstance(place, LocalPlace):
             path = str(place.path.resolve())

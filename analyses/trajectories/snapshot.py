@@ -8,8 +8,8 @@ import pandas as pd
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.errors import CallError
+from ...circuits.live.lens_models import open_address
 from ...circuits.live.models import open_model
-from ...circuits.reading.checkpoint import open_checkpoint
 from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ...circuits.weights.source import AttentionSource
 from .measuring import checkpoint_rows
@@ -66,7 +66,7 @@ def opened_source(source: Any, options: ReadingOptions) -> AttentionSource:
         QkovError: The source cannot be read, or is not recognised.
     """
     if isinstance(source, (str, Path)):
-        return open_checkpoint(source, options)
+        return open_address(source, options)
     if not isinstance(source, AttentionSource):
         return open_model(source, options)
     if options == ReadingOptions():

@@ -6,7 +6,8 @@ from typing import Any
 
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.checkpoints.steps.stated import stated_step
-from ...circuits.reading.checkpoint import open_checkpoint
+from ...circuits.live.lens_models import open_run_checkpoint
+from ...circuits.reading.checkpoint import OpenCheckpoint
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.content import ContentRecorder
 from .integrity.contents import content_columns
@@ -44,8 +45,8 @@ class OpenedLast:
         if checkpoint.step not in self.held:
             with blaming(checkpoint):
                 files = files_to_read(checkpoint, self.kept_in)
-                weights = open_checkpoint(files, self.options)
-                stated = stated_step(weights.file)
+                weights = open_run_checkpoint(checkpoint, self.options, files)
+                stated = stated_step(weights.file) if isinstance(weights, OpenCheckpoint) else None
                 number = None if stated is None or stated.unit != checkpoint.unit else stated.number
                 self.held[checkpoint.step] = Opened(checkpoint, weights, number)
         return self.held[checkpoint.step]

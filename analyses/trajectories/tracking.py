@@ -12,6 +12,7 @@ from ...circuits.checkpoints.runs import find_run
 from ...circuits.errors import QkovError
 from ...circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ...circuits.storage.address import place_of
+from ...circuits.storage.lens import is_lens
 from ...circuits.storage.places import LocalPlace
 from .engines import Engine, demand_whole, engine_named
 from .keeping import drop_all_but, folder_for_keeping
@@ -80,7 +81,8 @@ def track(
     handlers, numbers of threads) is as before when the call ends.
 
     Args:
-        run: A folder of checkpoints, or one checkpoint: a path, an address that fsspec knows, or a hub id.
+        run: A folder of checkpoints, or one checkpoint: a path, an address that fsspec knows, or a hub id. Or
+            `lens:NAME`, whose checkpoints are those that TransformerLens lists for a model.
         store: The folder of the run store, which is created if it is missing.
         basis: raw, folded or folded_centred.
         rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
@@ -111,7 +113,7 @@ def track(
     view = View.of(basis, rotary_offset)
     chosen_engine = engine_named(engine, workers, address)
     chosen_reading = reading_options(options, reading)
-    place = place_of(run)
+    place = None if is_lens(run) else place_of(run)
     patterns = chosen_reading.patterns(step)
     # Absolute, because workers may be in other folders.
     found_run = find_run(

@@ -10,6 +10,8 @@ from pathlib import Path
 from ..errors import CallError, QkovError
 from ..storage.address import place_of
 from ..storage.hub import revisions_of
+from ..storage.hub_answers import files_in
+from ..storage.lens import LensModel, is_lens, lens_checkpoints, lens_model
 from ..storage.places import LocalPlace, Place
 from .companions import peek
 from .files import TRAINER_STATE, CheckpointFiles, files_at, files_beside
@@ -37,6 +39,7 @@ class Checkpoint:
         known_files: The files of the checkpoint, if they were found already; `files` finds them otherwise.
         step_origin: How the step is known, in words; None if it was given by the caller, or is not known.
         unit: What the step counts: steps, or epochs where nothing better is known.
+        lens: The name by which TransformerLens loads the checkpoint, if the run was named so.
     """
 
     step: int | None
@@ -44,6 +47,7 @@ class Checkpoint:
     known_files: CheckpointFiles | None = field(default=None, repr=False, compare=False)
     step_origin: str | None = field(default=None, compare=False)
     unit: Unit = "step"
+    lens: LensModel | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -124,10 +128,11 @@ def find_checkpoints(
 
     A run is a single file, a model's folder, a folder of files or of checkpoint folders, or a model on the hub with
     one revision for each step. A step is known from a word such as "step" in a name, or because the file or the
-    trainer's state beside it states it; no other number counts as a step.
+    trainer's state beside it states it; no other number counts as a step. The checkpoints of a model that
+    TransformerLens names, `lens:NAME`, are those that TransformerLens lists.
 
     Args:
-        run: A path, an fsspec address, or a hub id `organisation/model@revision`.
+        run: A path, an fsspec address, a hub id `organisation/model@revision`, or `lens:NAME`.
         revisions: A pattern for the revisions of a model on the hub that are the checkpoints, such as `step*`.
         step: Where the step is in unusual names, such as `A_1_1_{step}.pt`; see `StepPattern`. Names that fit none of
             the patterns are left out.
@@ -153,7 +158,7 @@ def find_run(
     """Find the checkpoints of a run as `find_checkpoints` does, and say what was left out.
 
     Args:
-        run: A path, an fsspec address, or a hub id `organisation/model@revision`.
+        run: A path, an fsspec address, a hub id `organisation/model@revision`, or `lens:NAME`.
         revisions: A pattern for the revisions of a model on the hub that are the checkpoints, such as `step*`.
         step: Where the step is in unusual names, such as `A_1_1_{step}.pt`; see `StepPattern`. Names that fit none of
             the patterns are left out.
@@ -168,7 +173,40 @@ def find_run(
             checkpoints have the same step.
         QkovError: The run cannot be read as it is, or its address cannot be reached.
     """
+    if is_lens(run):
+        if revisions is not None or (step is not None and len(step) > 0):
+            raise CallError(
+                f"TransformerLens lists the checkpoints of {run} with their steps; leave out revisions and step"
+            )
+        return _listed(lens_model(str(run)))
     return _with_series(_find(run, revisions, step_patterns(step)), series)
+
+
+def lens_checkpoint(address: str) -> Checkpoint:
+    """Return a model that TransformerLens names as a checkpoint: as it was published last, or one that is listed.
+
+    Args:
+        address: `lens:NAME` or `lens:NAME@LABEL`.
+
+    Raises:
+        CallError: TransformerLens knows no such name, or does not list the checkpoint.
+        QkovError: The hub does not answer, or has no such model.
+    """
+    model = lens_model(address)
+    if model.label is not None:
+        return _listed(model).checkpoints[0]
+    return Checkpoint(None, model.hub_address(), lens=model)
+
+
+def _listed(model: LensModel) -> Run:
+    """Return the checkpoints of a model that TransformerLens lists, or the one of them that is named."""
+    listed, counted = lens_checkpoints(model)
+    files = files_in(model.official) if model.in_own_format else None
+    unit: Unit = "token" if counted == "token" else "step"
+    return Run(
+        [Checkpoint(each.label, each.hub_address(files), None, "TransformerLens' list", unit, each) for each in listed],
+        {},
+    )
 
 
 def _find(run: Path | str, revisions: str | None, patterns: tuple[StepPattern, ...]) -> Run:

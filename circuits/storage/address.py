@@ -1,4 +1,4 @@
-"""Find the place that a path, a URL or a hub id stands for."""
+"""Find the place that a path, a URL, a hub id or a name of TransformerLens stands for."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import CallError, QkovError, reason
 from ..public_addresses import public_address, without_secrets
+from .lens import is_lens, lens_model
 from .places import LocalPlace, Place
 from .remote import RemotePlace
 from .remote_names import refusal_of
@@ -18,8 +19,8 @@ def place_of(address: Path | str | Place) -> Place:
     """Return the place of a path, an fsspec address, or a hub id that is not a local path.
 
     Args:
-        address: A path; an address such as `s3://bucket/run`; `organisation/model` or `organisation/model@revision`; or
-            a place, which is returned unchanged.
+        address: A path; an address such as `s3://bucket/run`; `organisation/model` or `organisation/model@revision`;
+            `lens:NAME` or `lens:NAME@LABEL`; or a place, which is returned unchanged.
 
     Raises:
         CallError: The kind of address is unknown, or its driver is not installed.
@@ -29,6 +30,8 @@ def place_of(address: Path | str | Place) -> Place:
         return address
     if isinstance(address, Path):
         return LocalPlace(address)
+    if is_lens(address):
+        return _place_of_lens(address)
     # A double colon alone does not make a name an address.
     if "://" in address and _PROTOCOL.match(address):
         for local in ("file://", "local://"):
@@ -40,6 +43,17 @@ def place_of(address: Path | str | Place) -> Place:
     if _HUB_ID.fullmatch(address) and not path.exists() and not Path(path.parts[0]).is_dir():
         return remote_place(f"hf://{address}", f"; there is no local path {address}, either")
     return LocalPlace(path)
+
+
+def _place_of_lens(address: str) -> Place:
+    """Return the place of a model that TransformerLens names; its own format is not for others to read."""
+    model = lens_model(address)
+    if model.in_own_format:
+        raise CallError(
+            f"{model} ({model.official}) is in TransformerLens' own format, which only TransformerLens reads: load it "
+            f"and give open_model the model; qkov inspect, track and explain do that by themselves"
+        )
+    return remote_place(model.hub_address())
 
 
 def remote_place(address: str, hint: str = "") -> Place:

@@ -4,8 +4,9 @@ import re
 from fnmatch import fnmatch
 from urllib.parse import quote
 
-from ..errors import CallError, QkovError, reason
+from ..errors import CallError
 from .address import place_of
+from .hub_answers import asked
 from .places import Place
 
 _HUB = re.compile(r"hf://(?P<repository>[^/@]+/[^/@]+)(?P<within>/.*)?")
@@ -45,20 +46,7 @@ def revisions_of(run: str, pattern: str) -> list[tuple[str, Place]]:
 
 
 def _names(repository: str) -> list[str]:
-    # huggingface_hub is slow to import, and only a run on the hub needs it.
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
-    try:
-        refs = HfApi().list_repo_refs(repository)
-    except RepositoryNotFoundError as error:
-        raise QkovError(
-            f"the hub has no model {repository}, or it is private and this machine is not logged in (hf auth login)"
-        ) from error
-    except OfflineModeIsEnabled as error:
-        raise QkovError(
-            f"HF_HUB_OFFLINE is set, so the hub cannot be queried for {repository}; unset it or use a local path"
-        ) from error
-    except Exception as error:  # the client passes on what its own libraries raise
-        raise QkovError(f"the hub does not answer for {repository} ({reason(error)}): check the connection") from error
+    refs = asked(repository, lambda: HfApi().list_repo_refs(repository))
     return list(dict.fromkeys(ref.name for ref in (*refs.branches, *refs.tags)))

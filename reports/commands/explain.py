@@ -19,7 +19,7 @@ def explain(
         str,
         typer.Argument(
             help="A folder that transformers saved, a run of its Trainer or of qkov reproduce (the last checkpoint is "
-            "used), a GGUF file, or a hub id, NAME or NAME@REVISION."
+            "used), a GGUF file, a hub id, NAME or NAME@REVISION, or lens:NAME for a model that TransformerLens names."
         ),
     ],
     task: Annotated[

@@ -20,7 +20,10 @@ _COMPARED = 2**30
 def inspect(
     checkpoint: Annotated[
         str,
-        typer.Argument(help="A checkpoint, or a folder of checkpoints (the last is opened): path, URL or hub id."),
+        typer.Argument(
+            help="A checkpoint, or a folder of checkpoints (the last is opened): path, URL, hub id, or lens:NAME for a "
+            "model that TransformerLens names."
+        ),
     ],
     mapping: MappingFile = None,
     family: Family = None,
@@ -41,18 +44,26 @@ def inspect(
 
     from ...circuits.checkpoints.runs import find_run
     from ...circuits.checkpoints.steps.step import step_in_words
+    from ...circuits.live.lens_models import open_run_checkpoint
     from ...circuits.public_addresses import public_address
-    from ...circuits.reading.checkpoint import open_checkpoint
+    from ...circuits.reading.checkpoint import OpenCheckpoint
     from ...circuits.reading.inspection import inspect_checkpoint
+    from ...circuits.storage.lens import is_lens
     from .inspection_text import inspection_lines, run_facts, run_lines
 
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
-    run = find_run(checkpoint, revisions, options.patterns(step), options.series)
+    patterns = options.patterns(step)
+    as_published = is_lens(checkpoint) and "@" not in checkpoint and revisions is None and not patterns
+    run = _as_published(checkpoint) if as_published else find_run(checkpoint, revisions, patterns, options.series)
     if not as_json:
-        for line in run_lines(public_address(checkpoint), run):
+        for line in _lens_lines(checkpoint, run) if as_published else run_lines(public_address(checkpoint), run):
             say(line)
-    opened = open_checkpoint(run.checkpoints[-1].files, options)
-    last = run.checkpoints[-1].stated_by(opened.file)
+    last = run.checkpoints[-1]
+    opened = open_run_checkpoint(last, options)
+    disagreement = None
+    if isinstance(opened, OpenCheckpoint):
+        last = last.stated_by(opened.file)
+        disagreement = last.disagreement(opened.file)
     facts = inspect_checkpoint(opened)
     comparison, lines = _compared(checkpoint, run, options)
     if as_json:
@@ -61,13 +72,35 @@ def inspect(
         return
     if last.step != run.checkpoints[-1].step:
         say(f"its {step_in_words(last.step, last.unit)}: {last.step_origin}")
-    if not run.notes and (disagreement := last.disagreement(opened.file)) is not None:
+    if not run.notes and disagreement is not None:
         say(f"note: {disagreement}")
     for line in lines:
         say(line)
     say(f"opened {facts['address']}: {facts['tensors']} tensors")
     for line in inspection_lines(facts):
         say(line)
+
+
+def _as_published(address: str) -> "Run":
+    """Return the model that TransformerLens names, as it was published last."""
+    from ...circuits.checkpoints.runs import Run, lens_checkpoint
+
+    return Run([lens_checkpoint(address)], {})
+
+
+def _lens_lines(address: str, run: "Run") -> list[str]:
+    """Return what a name of TransformerLens stands for, and the checkpoints that TransformerLens lists."""
+    from ...circuits.errors import CallError
+    from ...circuits.storage.lens import lens_checkpoints, lens_model
+
+    model = lens_model(address)
+    lines = [f"{address}: {model.official} on the hub, which is {run.checkpoints[0].address}"]
+    try:
+        listed, unit = lens_checkpoints(model)
+    except CallError:
+        return [*lines, "  TransformerLens lists no checkpoints of it"]
+    span = f"{unit} {listed[0].label} to {listed[-1].label}"
+    return [*lines, f"  TransformerLens lists {len(listed)} checkpoints of it, {span}: {command('track', address)}"]
 
 
 def _compared(address: str, run: "Run", options: "ReadingOptions") -> tuple[dict[str, Any] | None, list[str]]:

@@ -37,14 +37,17 @@ def default_folder(address: str, *more: str) -> Path:
 
     Args:
         address: The address of a checkpoint, a run or a model. NAME is its last part, without the suffix of a weight
-            file; of a remote address, only the characters that any file system accepts.
+            file; of a remote address, only the characters that any file system accepts. Of `lens:NAME` it is NAME.
         more: Further parts of the folder's name, such as the name of a task.
     """
     from ...circuits.checkpoints.tensor_file import SUFFIXES
     from ...circuits.storage.address import place_of
+    from ...circuits.storage.lens import PREFIX, is_lens
     from ...circuits.storage.places import LocalPlace
     from ...circuits.storage.remote_names import slug
 
+    if is_lens(address):
+        return Path("-".join(("qkov", slug(address.removeprefix(PREFIX)), *more)))
     place = place_of(address)
     name = place.name.removesuffix(place.suffix) if place.suffix in SUFFIXES else place.name
     return Path("-".join(("qkov", name if isinstance(place, LocalPlace) else slug(name), *more)))

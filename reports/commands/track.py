@@ -19,7 +19,13 @@ _STEPS = 8
 
 
 def track(
-    run: Annotated[str, typer.Argument(help="A folder of checkpoints, or a single checkpoint: path, URL or hub id.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of checkpoints, or a single checkpoint: path, URL or hub id; or lens:NAME, for the "
+            "checkpoints that TransformerLens lists."
+        ),
+    ],
     mapping: MappingFile = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run store and the report. Default: qkov-NAME.")

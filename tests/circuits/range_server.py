@@ -1,5 +1,6 @@
 """A web server on this machine that serves byte ranges of a folder and counts what it sends."""
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ class Traffic:
         hangs_up: Whether to close the connection instead of answering.
         signs: Whether to send the time of a file's last change.
         codes: The value of the header X-Error-Code for a missing path, by a part of the path.
+        is_hub: Whether to state the commit and the content hash of each of a model's files, as the hub does.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,7 @@ class Traffic:
         self.hangs_up = False
         self.signs = True
         self.codes: dict[str, str] = {}
+        self.is_hub = False
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -69,6 +72,10 @@ class _Handler(SimpleHTTPRequestHandler):
             self.send_response(200)
         if self.traffic.signs:
             self.send_header("Last-Modified", self.date_time_string(path.stat().st_mtime))
+        if self.traffic.is_hub:
+            # The folder of a revision is named by its commit, and by links with the names of branches and tags.
+            self.send_header("X-Repo-Commit", path.parent.resolve().name)
+            self.send_header("ETag", f'"{hashlib.sha1(path.read_bytes()).hexdigest()}"')
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":

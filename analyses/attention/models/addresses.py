@@ -13,6 +13,7 @@ from ....circuits.checkpoints.steps.step import step_in_words
 from ....circuits.errors import CallError, QkovError
 from ....circuits.public_addresses import public_address
 from ....circuits.storage.address import place_of
+from ....circuits.storage.lens import LensModel, is_lens, lens_checkpoints, lens_model
 from ....circuits.storage.places import LocalPlace
 
 _HUB = re.compile(r"(?:hf://)?(?P<name>[\w.\-]+(?:/[\w.\-]+)?)(?:@(?P<revision>[^\s/]+))?(?P<within>/.+)?")
@@ -62,13 +63,17 @@ def model_address(address: Path | str) -> ModelAddress:
 
     Args:
         address: A folder that transformers saved, a GGUF file, a name on the hub, `name@revision` or
-            `hf://name/FOLDER`, or the folder of a run that transformers' Trainer wrote, whose last checkpoint is taken.
+            `hf://name/FOLDER`, `lens:NAME` or `lens:NAME@LABEL` for a model of the hub that TransformerLens names, or
+            the folder of a run that transformers' Trainer wrote, whose last checkpoint is taken.
 
     Raises:
-        CallError: The address is that of another machine, which transformers cannot load from.
+        CallError: The address is that of another machine, which transformers cannot load from; or TransformerLens does
+            not know the name, or has the model in a format of its own.
         QkovError: The last checkpoint of the run cannot be read.
     """
     typed = str(address)
+    if is_lens(typed):
+        return _of_lens(lens_model(typed))
     if "://" in typed and not typed.startswith("hf://"):
         place = place_of(typed)
         if not isinstance(place, LocalPlace):
@@ -93,6 +98,16 @@ def model_address(address: Path | str) -> ModelAddress:
         "gguf_file" if within.endswith(".gguf") else "subfolder": within,
     }
     return ModelAddress(match["name"], tuple((key, value) for key, value in options.items() if value))
+
+
+def _of_lens(model: LensModel) -> ModelAddress:
+    if model.in_own_format:
+        raise CallError(
+            f"{model} ({model.official}) is in TransformerLens' own format, which transformers does not load"
+        )
+    if model.label is not None:
+        lens_checkpoints(model)
+    return ModelAddress(model.official, () if model.revision is None else (("revision", model.revision),))
 
 
 def _in_folder(folder: Path) -> ModelAddress:

@@ -11,6 +11,8 @@ from torch import nn
 from ....circuits.checkpoints.runs import find_checkpoints
 from ....circuits.errors import CallError, QkovError, named_input, reason
 from ....circuits.live.hooked_models import has_weight_interface
+from ....circuits.live.lens_models import load_lens_model
+from ....circuits.storage.lens import LensModel, is_lens, lens_checkpoints, lens_model, quiet
 from ...dynamics.model import SingleLayerAttention
 from ..maps.search import source_of, unwrapped_model
 from .addresses import ModelAddress, model_address
@@ -56,8 +58,8 @@ def load_model(
     Args:
         source: A model of transformers, one with TransformerLens' hooks, or a module that attends by
             torch.nn.MultiheadAttention, takes token ids and returns logits (see `TorchModel`); or an address: a folder
-            that transformers saved, a GGUF file, a name on the hub or `name@revision`, a checkpoint of
-            `qkov reproduce`, or the folder of a run of either, whose last checkpoint is loaded
+            that transformers saved, a GGUF file, a name on the hub or `name@revision`, `lens:NAME` or
+            `lens:NAME@LABEL` for a model that TransformerLens names, a checkpoint of `qkov reproduce`, or the folder of a run of either, whose last checkpoint is loaded
             (`AttentionModel.chosen_checkpoint` says which).
         kind: "classifier", "causal" or "masked", if neither the class nor the config of the model says which it is.
         mask_token: The id that stands for a removed token, if there is no tokenizer beside the model that has one.
@@ -123,6 +125,8 @@ def _of_object(source: Any, kind: Kind | None, mask_token: int | None) -> Attent
 def _from_address(
     address: str, kind: Kind | None, mask_token: int | None, dtype: torch.dtype, device: str
 ) -> AttentionModel:
+    if is_lens(address) and lens_model(address).in_own_format:
+        return _by_transformer_lens(lens_model(address), kind, mask_token, dtype, device)
     path = Path(address)
     if path.suffix == ".safetensors" or (path.is_dir() and any(path.glob("step_*.safetensors"))):
         return SingleLayerModel.open(find_checkpoints(path)[-1].address if path.is_dir() else path)
@@ -142,6 +146,21 @@ def _from_address(
     model = _from_transformers(found, kind, mask_token, dtype, device)
     model.chosen_checkpoint = found.chosen
     return model
+
+
+def _by_transformer_lens(
+    model: LensModel, kind: Kind | None, mask_token: int | None, dtype: torch.dtype, device: str
+) -> AttentionModel:
+    """Return a model in TransformerLens' own format."""
+    if kind not in (None, "causal"):
+        raise CallError(f"{model} is a causal language model; got the kind {kind}")
+    if model.label is not None:
+        lens_checkpoints(model)
+    loaded = load_lens_model(model)
+    # A bridge prints what it is moved to.
+    with _in_one_line(str(model)), quiet():
+        loaded.to(device=device, dtype=dtype)
+        return HookedModel(loaded, name=str(model), mask_token=mask_token)
 
 
 def _demand_files(folder: Path) -> None:

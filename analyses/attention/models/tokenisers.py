@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ....circuits.checkpoints.sidecars import read_config
 from ....circuits.errors import QkovError, named_input
+from ....circuits.storage.address import place_of
+from ....circuits.storage.lens import LensModel, is_lens, lens_model
 from ...tasks.example import Example
 from .addresses import ModelAddress, model_address
 
@@ -18,11 +21,14 @@ def load_tokeniser(address: Path | str) -> Any:
 
     Args:
         address: An address as `load_model` takes it: a folder, a GGUF file, a name on the hub, or the folder of a run,
-            whose last checkpoint has the tokenizer, or the run's folder itself.
+            whose last checkpoint has the tokenizer, or the run's folder itself. TransformerLens' own format names the
+            tokenizer in its config.
 
     Raises:
         QkovError: There is no tokenizer, or transformers cannot load it.
     """
+    if is_lens(address) and lens_model(str(address)).in_own_format:
+        return _loaded(_named_by(lens_model(str(address))))
     return tokeniser_beside(model_address(address))
 
 
@@ -37,6 +43,14 @@ def tokeniser_beside(found: ModelAddress) -> Any:
             return _loaded(ModelAddress(found.run))
         except QkovError:
             raise error from None
+
+
+def _named_by(model: LensModel) -> ModelAddress:
+    """Return the tokenizer that the config of a model in TransformerLens' own format names."""
+    name = read_config(place_of(f"hf://{model.official}/config.json")).get("tokenizer_name")
+    if not isinstance(name, str):
+        raise QkovError(f"the config of {model} ({model.official}) names no tokenizer; give one (--tokenizer)")
+    return ModelAddress(name)
 
 
 def _loaded(found: ModelAddress) -> Any:

@@ -10,7 +10,7 @@ import pandas as pd
 from ....circuits.architectures.mapping import Mapping
 from ....circuits.checkpoints.runs import Checkpoint, find_run
 from ....circuits.errors import CallError, QkovError
-from ....circuits.reading.checkpoint import open_checkpoint
+from ....circuits.live.lens_models import open_run_checkpoint
 from ....circuits.reading.options import ReadingKeywords, ReadingOptions, reading_options
 from ....circuits.storage.address import place_of
 from ....circuits.storage.places import LocalPlace
@@ -150,7 +150,7 @@ def bytes_on_this_machine(checkpoints: list[Checkpoint]) -> int | None:
 
 
 def _contents(checkpoint: Checkpoint, options: ReadingOptions) -> pd.DataFrame:
-    opened = open_checkpoint(checkpoint.files, options)
+    opened = open_run_checkpoint(checkpoint, options)
     layers = [layer_content(weights) for weights in opened.layers()]
     columns: dict[str, Any] = content_columns(layers, checkpoint.step, checkpoint.address)
     return pd.DataFrame(columns, columns=CONTENTS.names)

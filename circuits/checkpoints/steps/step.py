@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: What a step counts: steps of the optimizer, or epochs where nothing better is known.
-Unit = Literal["step", "epoch"]
+#: What a step counts: steps of the optimizer, epochs where nothing better is known, or tokens where a list says so.
+Unit = Literal["step", "epoch", "token"]
 
 
 @dataclass(frozen=True)
