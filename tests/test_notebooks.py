@@ -44,8 +44,8 @@ def clean_kernel(tmp_path, monkeypatch) -> str:
     return "python3"
 
 
-def test_there_are_four():
-    assert [path.stem[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
+def test_there_are_five():
+    assert [path.stem[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -298,3 +298,34 @@ def test_models_of_an_older_transformer_lens_are_refused_in_one_line(monkeypatch
     with pytest.raises(CallError, match=message):
         load_model(model)
     hooked_blocks.demand_known_interface(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("basis", ["raw", *MODES])
+def test_patterns_from_the_weights_are_those_that_run_with_cache_gives(example, basis, tmp_path):
+    bridge = bridge_of(build(example), tmp_path, **MODES.get(basis, {}))
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(torch.randint(0, 50, (1, 9), generator=torch.Generator().manual_seed(1)))
+        for number, layer in enumerate(open_model(bridge).layers()):
+            attended = attend(layer, cache[f"blocks.{number}.hook_resid_pre"][0])
+            pattern = cache[f"blocks.{number}.attn.hook_pattern"][0].double()
+            torch.testing.assert_close(attended.pattern, pattern, rtol=1e-4, atol=1e-4)
+
+
+def test_circuits_inside_a_hook_are_those_of_the_weights_that_the_model_has_then(tmp_path):
+    bridge = bridge_of(build(EXAMPLES[0]), tmp_path)
+    before = {layer.layer: layer.qk().dense().clone() for layer in open_model(bridge).layers()}
+    opened, seen = open_model(bridge), {}
+
+    def look(pattern, hook):
+        weights = {layer.layer: layer for layer in opened.layers()}[hook.layer()]
+        seen[hook.layer()] = weights.qk().dense().clone()
+
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", look) for layer in (0, 1)]
+    tokens = torch.randint(0, 50, (1, 9))
+    bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    assert all(torch.equal(seen[layer], before[layer]) for layer in (0, 1))
+    with torch.no_grad():
+        bridge.blocks[1].attn.q.weight.mul_(2.0)
+    bridge.run_with_hooks(tokens, fwd_hooks=hooks)
+    assert torch.equal(seen[0], before[0])
+    torch.testing.assert_close(seen[1], 2 * before[1], rtol=1e-6, atol=1e-6)

@@ -59,7 +59,8 @@ def load_model(
         source: A model of transformers, one with TransformerLens' hooks, or a module that attends by
             torch.nn.MultiheadAttention, takes token ids and returns logits (see `TorchModel`); or an address: a folder
             that transformers saved, a GGUF file, a name on the hub or `name@revision`, `lens:NAME` or
-            `lens:NAME@LABEL` for a model that TransformerLens names, a checkpoint of `qkov reproduce`, or the folder of a run of either, whose last checkpoint is loaded
+            `lens:NAME@LABEL` for a model that TransformerLens names, a checkpoint of `qkov reproduce`, or the folder of
+            a run of transformers' Trainer or of qkov, whose last checkpoint is loaded
             (`AttentionModel.chosen_checkpoint` says which).
         kind: "classifier", "causal" or "masked", if neither the class nor the config of the model says which it is.
         mask_token: The id that stands for a removed token, if there is no tokenizer beside the model that has one.
