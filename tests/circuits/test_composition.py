@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import AttentionFacts, AttentionWeights, CallError, Norm, QkovError, Rotary, composition_scores
+from qkov.circuits.weights.composition import _normalized
 
 
 def drawn_layers(layers=3, heads=4, key_value_heads=4, d_model=12, d_head=3, seed=0, **more) -> list[AttentionWeights]:
@@ -138,6 +139,14 @@ def test_at_full_width_the_error_is_below_a_millionth(rank, outlying):
         reader = reader / torch.linalg.matrix_norm(reader)[:, None, None]
         expected = torch.stack([torch.linalg.matrix_norm(reader @ writer) for writer in writers])
         torch.testing.assert_close(pair.scores[kind], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(31, torch.float64), (32, torch.float32)])
+def test_products_are_in_single_precision_where_32_squared_errors_average_out(rank, dtype):
+    side = _normalized(torch.ones(2, rank, 5, dtype=torch.float64))
+    assert side.fast.dtype == dtype
+    assert side.exact.dtype == torch.float64
+    torch.testing.assert_close(side.exact, torch.full((2, rank, 5), (5 * rank) ** -0.5, dtype=torch.float64))
 
 
 def test_collapsed_circuits_compose_too():
