@@ -54,13 +54,14 @@ class HeadRelevance:
         tokens = RelevantTokens.of(batch, readout, causal=self.causal, settings=self.settings)
         attention = tokens.attention(rows)
         elsewhere = tokens.without(readout)
-        has_relevant = torch.where(elsewhere.reached > 0, 1.0, torch.nan)
+        has_relevant = elsewhere.reached > 0
         reasons = tokens.reasons_against(attention)
         self._left_out.update(reason for reason in reasons if reason)
         taken = torch.tensor([reason is None for reason in reasons])
         self._attention.append(attention[taken])
-        self._elsewhere.append((elsewhere.attention(rows) * has_relevant[:, None, None])[taken])
-        self._chance.append(torch.stack([tokens.chance, elsewhere.chance * has_relevant], dim=1)[taken])
+        chance_elsewhere = torch.where(has_relevant, elsewhere.chance, torch.nan)
+        self._elsewhere.append(torch.where(has_relevant[:, None, None], elsewhere.attention(rows), torch.nan)[taken])
+        self._chance.append(torch.stack([tokens.chance, chance_elsewhere], dim=1)[taken])
 
     def compute(self, settings: Bootstrap = DEFAULT) -> pd.DataFrame:
         """Return the mean attention of each head on relevant tokens.
