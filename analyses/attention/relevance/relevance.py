@@ -88,7 +88,7 @@ class Relevance:
         relevant = RelevantTokens.of(batch, readout, causal=self.causal, settings=self.settings)
         attention = relevant.attention(rows)
         elsewhere = relevant.without(readout)
-        has_relevant = torch.where(elsewhere.reached > 0, 1.0, torch.nan)
+        has_relevant = elsewhere.reached > 0
         part = pd.DataFrame(
             {
                 "example": np.arange(self._seen, self._seen + size) if numbers is None else np.array(numbers),
@@ -99,8 +99,8 @@ class Relevance:
                 "attention": attention.numpy(),
                 "chance": relevant.chance.numpy(),
                 "readout": relevant.alone(readout).attention(rows).numpy(),
-                "attention_elsewhere": (elsewhere.attention(rows) * has_relevant).numpy(),
-                "chance_elsewhere": (elsewhere.chance * has_relevant).numpy(),
+                "attention_elsewhere": torch.where(has_relevant, elsewhere.attention(rows), torch.nan).numpy(),
+                "chance_elsewhere": torch.where(has_relevant, elsewhere.chance, torch.nan).numpy(),
                 "probability": np.full(size, np.nan) if probabilities is None else probabilities,
             }
         )
