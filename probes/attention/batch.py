@@ -23,7 +23,7 @@ from .rollout_mass import RolloutMass
 
 AT_READOUT = ("relevant", "chance")
 #: The measures of a query that need no position in the input.
-_WITHOUT_POSITIONS = ("entropy", "largest")
+_WITHOUT_POSITIONS = ("entropy", "largest", "no_token")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ class WatchedBatch:
 
     def _measure(self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"]) -> None:
         stack, layer = layer_map.key
-        self.modes[layer_map.key] = layer_map.mode
+        self.modes[layer_map.key] = layer_map.mode.words
         self._keep_maps(layer_map.key, attention)
         why = why_in_parts(layer_map, self.call.source, self.call.arguments)
         if why is not None:
@@ -165,7 +165,7 @@ class WatchedBatch:
             self.no_examples = f"{self.call.source.layer_name(layer_map.key)} of {self.name}: {why}"
             return
         sides = self._sides_of(layer_map)
-        measured = QueryMeasures(attention, sides, self.settings.names)
+        measured = QueryMeasures(attention, sides, self.settings.names, layer_map.mode.dropout)
         sums = _sums_of(measured, sides)
         if "relevant" in measured.values:
             for name in AT_READOUT:
@@ -182,9 +182,8 @@ class WatchedBatch:
         """Return the sums of maps of parts of the inputs, whose positions and examples are not known."""
         sides = sides_of_parts(layer_map, self.call.source, self.call.arguments, self.settings.masks)
         names = self.settings.names
-        sums = _sums_of(
-            QueryMeasures(attention, sides, tuple(name for name in names if name in _WITHOUT_POSITIONS)), sides
-        )
+        possible = tuple(name for name in names if name in _WITHOUT_POSITIONS)
+        sums = _sums_of(QueryMeasures(attention, sides, possible, layer_map.mode.dropout), sides)
         unknown = [name for name in names if name not in sums and name != "relevant"]
         if "relevant" in names and self.settings.masks.relevant is not None:
             unknown += [*AT_READOUT, *(f"{name}_at_readout" for name in AT_READOUT)]
@@ -261,9 +260,8 @@ def _sums_of(measured: QueryMeasures, sides: Sides) -> dict[str, HeadSums]:
     if measured.values:
         for name, total, count in zip(measured.values, *measured.sums(sides.asked), strict=True):
             sums[name] = HeadSums(total, count)
-    for name, reason in measured.unknown.items():
-        sums[name] = HeadSums(torch.zeros_like(queries), torch.zeros_like(queries), (reason,))
-    return sums
+    nothing = torch.zeros_like(queries)
+    return sums | {name: HeadSums(nothing, nothing, (reason,)) for name, reason in measured.unknown.items()}
 
 
 def _on_cpu(values: Tensor | None) -> Tensor | None:

@@ -37,6 +37,8 @@ _STYLE: dict[Any, Any] = {
 #: The width of the figure, and the height of a row of grids and of maps, in inches.
 _WIDTH, _PANEL, _MAP = 11.6, 2.5, 5.0
 _PER_ROW, _MAPS_PER_ROW = 4, 2
+#: Rows of softmax weights in half precision may lack this much of 1.
+_ROUNDING = 5e-3
 #: The most maps that are drawn; more would take many pages.
 _MAPS = 12
 #: The most tokens whose labels are legible.
@@ -97,7 +99,8 @@ def draw(
 
 def _says_something(table: pd.DataFrame, name: str) -> bool:
     """Return whether a grid is worth drawing: chance is in its measure's title, and causal heads have no next token."""
-    return not name.startswith("chance") and (name != "next" or bool((table[name] != 0).any()))
+    shown = {"next": 0.0, "no_token": _ROUNDING}
+    return not name.startswith("chance") and (name not in shown or bool((table[name].abs() > shown[name]).any()))
 
 
 def _grid(axes: Axes, table: pd.DataFrame, name: str, stack: str) -> None:

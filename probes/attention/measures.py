@@ -31,11 +31,13 @@ class QueryMeasures:
     | `chance` | | the share of relevant keys among the keys that i can see |
     | `sink` | | p_ij of the first token |
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
+    | `no_token` | | 1 - (1 - dropout) sum_j w_ij, w_ij the weights on tokens before they are normalised |
 
-    Queries without any weight, which dropout may produce, are left out everywhere, and those of an example without any
-    relevant token are left out of `relevant` and `chance`. What a query can see is what the mask of its layer says;
-    where that is not known, it is taken from how far back the last token and how far ahead the first token sees, which
-    holds for causal, bidirectional and sliding attention. A key that the layer has dropped has no weight.
+    Queries without any weight, which dropout may produce, are left out everywhere but in `no_token`, and those of an
+    example without any relevant token are left out of `relevant` and `chance`. What a query can see is what the mask of
+    its layer says; where that is not known, it is taken from how far back the last token and how far ahead the first
+    token sees, which holds for causal, bidirectional and sliding attention. A key that the layer has dropped has no
+    weight.
 
     Attributes:
         attends: Whether a query attends to anything.
@@ -44,13 +46,20 @@ class QueryMeasures:
         unknown: Why a measure that was asked for is not known.
     """
 
-    def __init__(self, attention: Float[Tensor, "batch head query key"], sides: Sides, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        attention: Float[Tensor, "batch head query key"],
+        sides: Sides,
+        names: tuple[str, ...],
+        dropout: float | None,
+    ) -> None:
         """Measure a layer.
 
         Args:
             attention: The layer's maps, of any floating type; sums are computed in float32 at least.
             sides: The queries and keys of the maps.
             names: Names of the measures, as in the table; `chance` comes with `relevant`.
+            dropout: The rate of the dropout that the maps have been through; None if it is not known.
         """
         attention = attention.detach()
         rows = _Rows(attention, sides, entropy="entropy" in names)
@@ -65,6 +74,11 @@ class QueryMeasures:
             self._add("entropy", rows.entropy / total + total.log())
         if "largest" in names:
             self._add("largest", rows.largest / total)
+        if "no_token" in names and dropout is None:
+            self.unknown["no_token"] = "the rate of dropout is not known"
+        elif "no_token" in names and dropout is not None:
+            self.values["no_token"] = 1 - (1 - dropout) * total
+            self.there["no_token"] = torch.ones_like(self.attends)
         self._read_positions(attention, sides, names, total)
         if "relevant" in names and sides.relevant is not None and sides.relevant_tokens is not None:
             # Where no token is relevant there is nothing to measure: 0 would say that nobody attends to it.

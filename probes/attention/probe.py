@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The names of all measures that can be taken while a model runs.
-MEASURES = ("entropy", "relevant", "sink", "self", "previous", "next", "largest", "rollout")
+MEASURES = ("entropy", "relevant", "sink", "self", "previous", "next", "largest", "no_token", "rollout")
 
 
 class AttentionProbe:
@@ -50,6 +50,7 @@ class AttentionProbe:
     | `sink` | | p_ij of the first token |
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
     | `largest` | | max_j p_ij |
+    | `no_token` | | 1 - sum_j w_ij before normalisation: what went to learned sinks, padding, dropped weights |
     | `rollout` | | mass of (A_L ... A_1) on the relevant tokens at the readout position, in `examples()` |
 
     `relevant_at_readout` and `chance_at_readout` are taken at one query of each example and averaged over examples.

@@ -22,6 +22,7 @@ COLUMNS = (
     "self",
     "previous",
     "next",
+    "no_token",
 )
 
 
@@ -60,7 +61,7 @@ def head_table(
                     "finite": np.logical_and.reduce(finite) if finite else np.ones(heads, dtype=bool),
                     "unknown": "; ".join(f"{', '.join(names)}: {reason}" for reason, names in unknown.items()),
                     "partial": left_out,
-                    "mode": "; ".join(modes.get((stack, layer), [EVALUATION])),
+                    "mode": "; ".join(modes.get((stack, layer), [EVALUATION.words])),
                     "hook": hook_points.get((stack, layer)),
                 }
             )
@@ -71,7 +72,7 @@ def head_table(
         ordered.append("unknown")
     if left_out:
         ordered.append("partial")
-    if (table["mode"] != EVALUATION).any():
+    if (table["mode"] != EVALUATION.words).any():
         ordered.append("mode")
     if hook_points:
         ordered.append("hook")

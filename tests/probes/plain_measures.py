@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-MEASURED = ("entropy", "largest", "relevant", "chance", "sink", "self", "previous", "next")
+MEASURED = ("entropy", "largest", "relevant", "chance", "sink", "self", "previous", "next", "no_token")
 
 
 def plain_measures(
@@ -42,6 +42,7 @@ def plain_measures(
                         "largest": max(shares.values()),
                         "sink": shares[real[0]],
                         "self": shares[query],
+                        "no_token": 1 - total,
                     }
                     if has_relevant:
                         values["relevant"] = math.fsum(share for key, share in shares.items() if relevant[example, key])

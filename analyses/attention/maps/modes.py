@@ -1,17 +1,33 @@
 """The mode that a layer of attention ran in, and what its dropout did to the map that is read, in words."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+
+@dataclass(frozen=True)
+class Mode:
+    """The mode that a layer of attention ran in.
+
+    Attributes:
+        words: The mode in words, with what dropout did to the map.
+        dropout: The rate of the dropout that the map has been through, after which weights that stay are 1 / (1 - rate)
+            as large; None if it is not known.
+    """
+
+    words: str
+    dropout: float | None = 0.0
+
+
 #: The mode of a layer that drops nothing.
-EVALUATION = "evaluation"
+EVALUATION = Mode("evaluation")
 #: The names under which attention modules keep the dropout of their weights, or its rate.
 _DROPOUTS = ("attn_dropout", "attention_dropout", "dropout", "dropout_prob")
 
 
-def training_mode(rate: float | None, *, before: bool = False) -> str:
+def training_mode(rate: float | None, *, before: bool = False) -> Mode:
     """Return the mode of a layer in training.
 
     Args:
@@ -19,12 +35,12 @@ def training_mode(rate: float | None, *, before: bool = False) -> str:
         before: Whether its map is the one before dropout; otherwise it is the one that the layer attended with.
     """
     if rate == 0:
-        return "training, without dropout of attention"
+        return Mode("training, without dropout of attention")
     size = "of an unknown rate" if rate is None else f"of {rate:g}"
-    return f"training, {'before' if before else 'after'} dropout {size}"
+    return Mode(f"training, {'before' if before else 'after'} dropout {size}", 0.0 if before else rate)
 
 
-def mode_after_dropout(modules: Iterable[nn.Module]) -> str:
+def mode_after_dropout(modules: Iterable[nn.Module]) -> Mode:
     """Return the mode of an attention whose map is read after dropout.
 
     Args:

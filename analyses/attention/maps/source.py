@@ -19,7 +19,7 @@ from ....circuits.weights.layer_keys import LayerKey, layer_name
 from ...dynamics.sequences import Sequences
 from .calls import OnCall, on_call
 from .columns import NOT_SAID, Columns, Unknown
-from .modes import EVALUATION
+from .modes import EVALUATION, Mode
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class LayerMap:
     columns: Columns | Unknown = NOT_SAID
     seen: Callable[[], Bool[Tensor, "#batch #query key"] | None] = lambda: None
     real_keys: Bool[Tensor, "batch key"] | None = None
-    mode: str = EVALUATION
+    mode: Mode = EVALUATION
 
 
 @dataclass(frozen=True, eq=False)
