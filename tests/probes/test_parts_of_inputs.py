@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from qkov.analyses.attention import load_model
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
 from torch import nn
@@ -304,3 +305,29 @@ def test_rollout_is_left_out_where_layers_keep_fewer_positions():
     with torch.no_grad(), AttentionProbe(model, measures=["entropy", "relevant", "rollout"]) as probe:
         model(torch.randint(8, 50, (2, 8)))
     assert probe.examples()["rollout"].isna().all()
+
+
+class TwoStreams(nn.Module):
+    """A classifier that attends in a sequence and in the reverse of it, as two sequences of one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        vectors = self.embedding(tokens)
+        both = torch.cat([vectors, vectors.flip(1)])
+        return self.head(self.attention(both, both, both)[0][: len(tokens), 0])
+
+
+def test_explain_refuses_maps_of_parts_of_a_sequence():
+    model = TwoStreams().eval()
+    with pytest.raises(CallError, match="layer 0 of TwoStreams gives 2 maps for one sequence") as caught:
+        load_model(model, "classifier")
+    assert "\n" not in str(caught.value)
+    with torch.no_grad(), AttentionProbe(model) as probe:
+        model(torch.ones(3, 5, dtype=torch.long))
+    with pytest.raises(CallError, match=r"maps of 6 parts .* for 3 inputs"):
+        probe.examples()

@@ -152,6 +152,11 @@ def _demand_map(layer_map: LayerMap | LayerRows, name: str) -> Float[Tensor, "ba
         raise CallError(
             f"{layer} of {name} gave a map of shape {list(attention.shape)}; expected [batch, head, query, key]"
         )
+    if len(attention) != 1:
+        raise CallError(
+            f"{layer} of {name} gives {len(attention)} maps for one sequence, of parts such as windows, so no row of "
+            f"them leads from the prediction to the input; expected one map for each sequence"
+        )
     queries, keys = attention.shape[2:]
     if (queries, keys) != (TRIAL_LENGTH, TRIAL_LENGTH):
         raise CallError(
