@@ -28,14 +28,14 @@ class ModelMaps:
         source: Where the maps come from.
         keys: The layers.
         heads: Number of heads of each layer.
-        causal: Whether no map has any weight on later positions.
+        causal: Whether the masks of all layers hide later positions; None if they do not say, and no map shows it.
     """
 
     name: str
     source: MapSource
     keys: tuple[LayerKey, ...]
     heads: int
-    causal: bool
+    causal: bool | None
 
     @classmethod
     def by_trial(cls, model: nn.Module, run: Callable[[], object], name: str) -> "ModelMaps":
@@ -53,13 +53,13 @@ class ModelMaps:
         source = source_of(model)
         demand_one_stack({stack for stack, _ in source.keys if stack in ("encoder", "decoder")}, name)
         heads: dict[LayerKey, int] = {}
-        causal = True
+        ahead: list[bool | None] = []
 
         def look(layer_map: LayerMap | LayerRows) -> None:
-            nonlocal causal
             attention = _demand_map(layer_map, name)
             heads[layer_map.key] = attention.shape[1]
-            causal = causal and bool((attention.triu(1) == 0).all())
+            assert isinstance(layer_map, LayerMap)
+            ahead.append(_sees_ahead(layer_map))
 
         with torch.no_grad(), _attached(source, look, None):
             run()
@@ -69,12 +69,26 @@ class ModelMaps:
         counts = sorted(set(heads.values()))
         if len(counts) > 1:
             raise CallError(f"the layers of {name} have {', '.join(map(str, counts))} heads; expected one number")
+        causal = False if any(ahead) else None if None in ahead else True
         return cls(name, source, tuple(heads), counts[0], causal)
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return len(self.keys)
+
+    def demand_causal(self) -> bool:
+        """Return whether a token sees only those before it.
+
+        Raises:
+            CallError: That is not known.
+        """
+        if self.causal is None:
+            raise CallError(
+                f"the masks of {self.name} do not say whether a token sees those after it, and weights of 0 on them in "
+                f"one run do not show it; this model is not supported"
+            )
+        return self.causal
 
     @contextmanager
     def handed_on(self, maps: MapSink | None, inputs: InputSink | None) -> Iterator[None]:
@@ -109,6 +123,14 @@ class ModelMaps:
                 f"expected one attention map from each of the {self.layers} layers of {self.name} in order, got "
                 f"{', '.join(layer_name(*key) for key in seen) or 'none'}"
             )
+
+
+def _sees_ahead(layer_map: LayerMap) -> bool | None:
+    """Return whether a token sees those after it: by the layer's mask, or else because it attends to one of them."""
+    seen = layer_map.seen()
+    if seen is not None:
+        return bool(seen.expand(-1, layer_map.attention.shape[2], -1).triu(1).any())
+    return True if bool((layer_map.attention.triu(1) > 0).any()) else None
 
 
 def demand_one_stack(stacks: set[str], name: str) -> None:

@@ -75,7 +75,7 @@ class TorchModel(AttentionModel):
         self._embedding = self._find_embedding(tokens, shown)
         with evaluation_mode(model):
             self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown), self.name)
-        self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.causal
+        self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.demand_causal()
         self.layer_keys = self._maps.keys
         if not (self.causal or self.classifies):
             raise CallError(

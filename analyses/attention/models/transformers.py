@@ -64,7 +64,7 @@ class TransformersModel(AttentionModel):
             if options:
                 self._demand_same_logits(tokens, options)
             self._maps = ModelMaps.by_trial(model, lambda: self._run(tokens, shown, options, None), self.name)
-        self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.causal
+        self.layers, self.heads, self.causal = self._maps.layers, self._maps.heads, self._maps.demand_causal()
         self.layer_keys = self._maps.keys
         is_half = model.get_input_embeddings().weight.dtype in (torch.float16, torch.bfloat16)
         demand_own_function(
