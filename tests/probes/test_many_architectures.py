@@ -1,0 +1,269 @@
+"""The probe on every tiny architecture of transformers here, of text, images and sounds: against its own attentions.
+
+The attentions that a model returns are measured again in numpy, query by query. What the probe reads from the call,
+such as positions, padding and what a query can see, is here read from the weights: every key that a query of these
+models sees has a weight above zero.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from qkov.analyses.attention.models.transformers import TransformersCausalLM
+from qkov.circuits import CallError
+from qkov.probes import AttentionProbe
+
+from ..circuits import decoders, encoder_decoders, encoders
+from ..circuits.family_proof import Family, build
+
+MEASURES = ("entropy", "largest", "relevant", "chance", "sink", "self", "previous", "next")
+#: Shorter padding than the windows of ModernBERT, whose own eager attention gives NaN to what sees no token.
+LENGTHS = (9, 8, 7)
+WIDTH = max(LENGTHS)
+
+
+DECODERS = [family for family in decoders.FAMILIES if family.name not in ("openai-gpt", "gemma3 with images")]
+BIDIRECTIONAL = decoders.BY_NAME["gemma3 bidirectional"]
+TWO_TOWERS = [family for family in encoders.FAMILIES if family.patterns != "attentions"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The maps of a layer in one call of the model, and where they are.
+
+    Attributes:
+        maps: [batch, head, query, key].
+        keys: Which keys are tokens.
+        queries: Which queries are tokens.
+        offset: The key that is the first query itself; None in cross-attention.
+        relevant: Which keys are relevant.
+        dropped: Whether the layer has dropped the first token of an example, as a sliding window does.
+    """
+
+    maps: np.ndarray
+    keys: np.ndarray
+    queries: np.ndarray
+    offset: int | None
+    relevant: np.ndarray
+    dropped: np.ndarray | None = None
+
+
+def of_query(call: Call, example: int, head: int, query: int) -> dict[str, float]:
+    """The measures of one query, from its row of weights."""
+    row, keys, relevant = call.maps[example, head, query], call.keys[example], call.relevant[example]
+    real = [key for key in range(len(row)) if keys[key]]
+    total = math.fsum(row[real])
+    shares = {key: row[key] / total for key in real}
+    seen = [key for key in real if row[key] > 0]
+    values = {
+        "entropy": -math.fsum(share * math.log(share) for share in shares.values() if share > 0),
+        "largest": max(shares.values()),
+        "sink": 0.0 if call.dropped is not None and call.dropped[example] else shares[real[0]],
+    }
+    if any(relevant[key] for key in real):
+        values["relevant"] = math.fsum(shares[key] for key in real if relevant[key])
+        values["chance"] = sum(bool(relevant[key]) for key in seen) / len(seen)
+    if call.offset is not None:
+        for name, step in (("self", 0), ("previous", -1), ("next", 1)):
+            if call.offset + query + step in shares:
+                values[name] = shares[call.offset + query + step]
+    return values
+
+
+def table_of(calls: list[list[Call]]) -> dict[str, np.ndarray]:
+    """Each measure as [layer, head]: the mean over the queries of all calls. `calls` has a list for each layer."""
+    heads = calls[0][0].maps.shape[1]
+    means = {name: np.full((len(calls), heads), np.nan) for name in MEASURES}
+    for layer, of_layer in enumerate(calls):
+        for head in range(heads):
+            rows = [
+                of_query(call, example, head, query)
+                for call in of_layer
+                for example in range(len(call.maps))
+                for query in range(call.maps.shape[2])
+                if call.queries[example, query]
+            ]
+            for name in MEASURES:
+                values = [row[name] for row in rows if name in row]
+                if values:
+                    means[name][layer, head] = math.fsum(values) / len(values)
+    return means
+
+
+def compared(table: Any, wanted: dict[str, np.ndarray], tolerance: float) -> None:
+    for name, values in wanted.items():
+        np.testing.assert_allclose(table[name].to_numpy(), values.flatten(), rtol=0, atol=tolerance, err_msg=name)
+
+
+def tolerance_of(family: Family) -> float:
+    return 1e-12 if family.dtype == torch.float64 else 1e-6
+
+
+def numpys(maps: Any) -> list[np.ndarray]:
+    return [layer.detach().double().numpy() for layer in maps]
+
+
+def relevant_keys(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(3)) < 0.4
+
+
+def text(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and their mask, padded on a side."""
+    ids = torch.randint(3, 50, (len(LENGTHS), WIDTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(WIDTH)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    mask = positions >= WIDTH - lengths if side == "left" else positions < lengths
+    return ids, mask
+
+
+def wants(families: list[Family], is_wanted: Callable[[Family], bool] = lambda _: True) -> Any:
+    return pytest.mark.parametrize("family", [each for each in families if is_wanted(each)], ids=lambda each: each.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("openai-gpt", "gave no attention map"), ("gemma3 with images", "holds several stacks of attention")],
+)
+def test_a_decoder_whose_maps_are_not_had_is_refused(name, reason):
+    model = build(decoders.BY_NAME[name])
+    with pytest.raises(CallError, match=reason), torch.no_grad(), AttentionProbe(model):
+        model(input_ids=text("left")[0])
+
+
+@wants(DECODERS)
+def test_a_decoder_with_left_padding(family):
+    # In float64 the models' eager attention gives NaN to padding on the left.
+    model, (ids, mask) = build(family).float(), text("left")
+    relevant = relevant_keys(ids.shape)
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
+        output = model(input_ids=ids, attention_mask=mask.long(), output_attentions=True)
+    calls = [
+        [Call(layer, mask.numpy(), mask.numpy(), 0, relevant.numpy())]
+        for layer in numpys(attentions(output.attentions))
+    ]
+    compared(probe.table(), table_of(calls), 1e-6)
+
+
+@wants(DECODERS)
+def test_a_decoder_that_generates_token_by_token_with_left_padding(family):
+    # In float64 the models' eager attention gives NaN to padding on the left.
+    model, (ids, mask) = build(family).float(), text("left")
+    prompt, cache = WIDTH - 2, None
+    # Only tokens of the prompt are relevant, and the mask has only those.
+    relevant = relevant_keys(ids.shape) & (torch.arange(WIDTH) < prompt)
+    calls: list[list[Call]] = []
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant[:, :prompt]) as probe:
+        for first, end in ((0, prompt), (prompt, prompt + 1), (prompt + 1, WIDTH)):
+            output = model(
+                input_ids=ids[:, first:end],
+                attention_mask=mask[:, :end].long(),
+                use_cache=True,
+                output_attentions=True,
+                **({} if cache is None else {name_of_cache(model): cache}),
+            )
+            cache = output.past_key_values
+            maps = numpys(attentions(output.attentions))
+            calls = calls or [[] for _ in maps]
+            for of_layer, layer in zip(calls, maps, strict=True):
+                held = slice(end - layer.shape[-1], end)
+                keys = mask[:, held].numpy()
+                dropped = mask[:, : held.start].any(dim=1).numpy()
+                queries = mask[:, first:end].numpy()
+                of_layer.append(Call(layer, keys, queries, first - held.start, relevant[:, held].numpy(), dropped))
+    table, wanted = probe.table(), table_of(calls)
+    if family.name.startswith("mpt"):
+        # Its masks do not say which keys a single query sees.
+        assert table["chance"].isna().all()
+        del wanted["chance"]
+    compared(table, wanted, 1e-6)
+
+
+def name_of_cache(model: Any) -> str:
+    """The name of the argument, which transformers 5 has changed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def attentions(maps: Any) -> list[torch.Tensor]:
+    """The maps of the layers that have attention."""
+    return [layer for layer in maps if layer is not None and layer.numel()]
+
+
+@wants(TWO_TOWERS)
+def test_two_towers_are_refused_and_each_alone_is_not(family):
+    model = build(family)
+    with pytest.raises(CallError, match=r"holds several stacks of attention .* give one of its parts"):
+        AttentionProbe(model)
+
+
+@wants([family for family in encoders.FAMILIES if family not in TWO_TOWERS])
+def test_an_encoder_of_text_images_or_sounds(family):
+    model = build(family)
+    if family.inputs is None:
+        ids, mask = text("right")
+        given = {"input_ids": ids, "attention_mask": mask.long()}
+        relevant = relevant_keys(ids.shape)
+    else:
+        torch.manual_seed(1)
+        given, mask, relevant = family.inputs(model.config), None, None
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
+        output = model(**given, output_attentions=True)
+    calls = []
+    for layer in numpys(attentions(attrgetter(family.patterns)(output))):
+        tokens = np.ones((len(layer), layer.shape[-1]), dtype=bool) if mask is None else mask.numpy()
+        marked = np.zeros_like(tokens) if relevant is None else relevant.numpy()
+        calls.append([Call(layer, tokens, tokens, 0, marked)])
+    wanted = table_of(calls)
+    if relevant is None:
+        wanted = {name: values for name, values in wanted.items() if name not in ("relevant", "chance")}
+    compared(probe.table(), wanted, tolerance_of(family))
+
+
+@wants([family for family in encoder_decoders.FAMILIES if family.stack == "encoder"])
+def test_an_encoder_and_a_decoder(family):
+    model = build(family)
+    torch.manual_seed(1)
+    given = family.inputs(model.config) if family.inputs else {}
+    encoder_mask = None
+    if "input_ids" in given:
+        ids, encoder_mask = text("right")
+        given = {"input_ids": ids, "attention_mask": encoder_mask.long()}
+        decoder_ids, decoder_mask = text("right")
+        given |= {"decoder_input_ids": decoder_ids, "decoder_attention_mask": decoder_mask.long()}
+    with torch.no_grad(), AttentionProbe(model) as probe:
+        output = model(**given, output_attentions=True)
+    table = probe.table()
+    for stack in ("encoder", "decoder", "decoder cross"):
+        calls = []
+        for layer in numpys(attentions(output[f"{stack.split()[-1]}_attentions"])):
+            batch, _, queries, keys = layer.shape
+            of_keys, of_queries = (np.ones((batch, size), dtype=bool) for size in (keys, queries))
+            if encoder_mask is not None:
+                of_keys = of_queries = encoder_mask.numpy()
+            offset = None if stack == "decoder cross" else 0
+            calls.append([Call(layer, of_keys, of_queries, offset, np.zeros_like(of_keys))])
+        wanted = table_of(calls)
+        measured = {name: wanted[name] for name in MEASURES if name not in ("relevant", "chance")}
+        compared(table[table["stack"] == stack], measured, tolerance_of(family))
+
+
+def test_a_decoder_that_sees_what_comes_is_not_explained_as_one_that_predicts_it():
+    with pytest.raises(CallError, match="sees those after it"):
+        TransformersCausalLM(build(BIDIRECTIONAL).float())
+
+
+@wants([family for family in DECODERS if family is not BIDIRECTIONAL])
+def test_the_logits_that_are_explained_are_the_model_s_own(family):
+    model, (ids, mask) = build(family).float(), text("right")
+    with torch.no_grad():
+        own = model(input_ids=ids, attention_mask=mask.long()).logits
+        adapted = TransformersCausalLM(model)
+        by_ids = adapted.logits(ids, mask, maps=lambda _layer, _map: None)
+        by_embeddings = adapted.logits(ids, mask, embedded=adapted.embed(ids))
+    for logits in (by_ids, by_embeddings):
+        torch.testing.assert_close(logits[mask], own[mask], rtol=1e-5, atol=1e-5 * float(own.abs().max()))
