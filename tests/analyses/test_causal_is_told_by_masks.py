@@ -7,6 +7,7 @@ import torch
 import transformers
 from qkov.analyses.attention import load_model
 from qkov.circuits import CallError
+from qkov.probes import AttentionProbe
 from torch import nn
 
 from .tiny_models import small
@@ -36,6 +37,19 @@ def test_an_encoder_is_not_causal_though_no_weight_is_on_later_tokens():
     assert load_model(looks_at_the_first_token()).causal is False
     with pytest.raises(CallError, match="sees those after it, so it does not predict the next one"):
         load_model(NextToken(hides=False).eval(), "causal")
+
+
+def test_a_mask_that_is_true_where_a_key_is_hidden_is_read():
+    torch.manual_seed(0)
+    model: Any = transformers.MptForCausalLM(transformers.MptConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=60))
+    assert load_model(model.eval(), "causal").causal is True
+    relevant = torch.tensor([[0, 1, 0, 0, 1]])
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
+        model(TRIAL + 3)
+        model(TRIAL + 3, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
+    # The shares of relevant tokens among those that each query sees, without padding and with.
+    shares = [0, 1 / 2, 1 / 3, 1 / 4, 2 / 5, 1, 1 / 2, 1 / 3, 2 / 4]
+    assert probe.table()["chance"].tolist() == pytest.approx([sum(shares) / 9] * 4, abs=1e-6)
 
 
 class NextToken(nn.Module):

@@ -63,8 +63,11 @@ class LayerMasks:
         mask = mask if isinstance(mask, Tensor) else None
         known = (id(mask), id(own), queries, keys)
         if known not in self._read:
-            visible = _seen(mask, own, queries, keys, attention.device)
-            self._read[known] = ((mask, own), visible if visible is None or _agrees(visible, attention) else None)
+            # A mask of truth values that contradicts the map is true where a key is hidden, as in MPT.
+            senses = [mask] if mask is None or mask.dtype != torch.bool else [mask, ~mask]
+            read = [_seen(sense, own, queries, keys, attention.device) for sense in senses]
+            fitting = (visible for visible in read if visible is not None and _agrees(visible, attention))
+            self._read[known] = ((mask, own), next(fitting, None))
         return self._read[known][1]
 
 
