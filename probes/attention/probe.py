@@ -71,12 +71,23 @@ class AttentionProbe:
     it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model, but
     for the encoder that `generate` calls apart, which is a call of its own with examples of its own.
 
-    With cached keys, as in `generate`, queries are the last positions, and rollout is left out (NaN). It is also left
-    out for an encoder and a decoder, whose maps form three stacks; the masks given here are then those of the encoder's
-    tokens. Where layers have maps of parts of the inputs (windows of an image, frames of a video), as their number
-    beside that of the inputs shows, `entropy` and `largest` are over all positions of the parts, those with which the
-    model fills windows up among them; the other measures are NaN there, with the reason in `unknown`, and `examples()`
-    and the rollout are refused.
+    Positions come from what the call says: the cache and its kind, cache_position, the mask, position_ids. A token that
+    a layer has dropped, as a sliding window does, has no weight, so that a call with cached keys gives the figures that
+    these tokens have in one call without a cache. Sequences that are packed into a row, as position_ids that begin
+    again show, or a mask that keeps blocks of tokens apart, are sequences of their own. Where positions are not known,
+    `sink`, `self`, `previous` and `next` (and `chance`, where no mask says what can be seen) are NaN, with the reason
+    in `unknown`.
+
+    Masks that are given here count from the first token of the sequence, cached ones included. One that was made for
+    the first call may be shorter than the sequence has become: tokens that came since are tokens, and neither relevant
+    nor asked for. So `AttentionProbe(model, relevant=part_of_the_prompt, queries="last")` around `model.generate(...)`
+    says how much each generated token's step looks at that part: on average in `table()`, step by step in `examples()`.
+
+    With cached keys rollout is left out (NaN). It is also left out for an encoder and a decoder, whose maps form
+    three stacks; the masks given here are then those of the encoder's tokens. Where layers have maps of parts of
+    the inputs (windows of an image, frames of a video), as their number beside that of the inputs shows, `entropy`
+    and `largest` are over all positions of the parts, those with which the model fills windows up among them; the
+    other measures are NaN there, with the reason in `unknown`, and `examples()` and the rollout are refused.
     """
 
     def __init__(
@@ -99,7 +110,8 @@ class AttentionProbe:
             model: The model that will be called. If it is wrapped by DistributedDataParallel, the model inside is
                 watched.
             relevant: True or 1 for the relevant tokens, [position] for all examples or [batch, position]; or a function
-                of the tokens that returns such a mask. `probe.relevant = ...` sets it for the next call.
+                of the tokens that returns such a mask. `probe.relevant = ...` sets it for the next call. In `generate`
+                it may be as long as the prompt.
             measures: The names of the measures to take.
             mask: True or 1 where there is a token, in the same forms. The default is the mask that the model is called
                 with (attention_mask, or key_padding_mask with its opposite sense); if there is none, every position is

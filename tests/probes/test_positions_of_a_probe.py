@@ -148,3 +148,117 @@ def test_a_key_outside_of_the_window_of_a_cache_is_no_first_token():
     for name, key in (("self", 8), ("previous", 7)):
         wanted = torch.stack([given[0, :, 8, key] for given in attention]).flatten()
         np.testing.assert_allclose(probe.table()[name], wanted.numpy(), atol=1e-6)
+
+
+def blocks_of(maps: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The maps of three sequences of four tokens that are packed into one row, as three examples."""
+    return [torch.cat([given[:, :, at : at + 4, at : at + 4] for at in (0, 4, 8)]) for given in maps]
+
+
+PACKED = torch.arange(12)[None] % 4
+ON = torch.rand(3, 4, generator=torch.Generator().manual_seed(5)) < 0.6
+
+
+@pytest.mark.parametrize("told", ["position_ids", "mask", "both"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"])
+def test_packed_sequences_are_measured_as_examples_of_their_own(name, told):
+    model = built(name)
+    ids = torch.randint(8, 50, (1, 12), generator=torch.Generator().manual_seed(4))
+    apart = torch.block_diag(*[torch.ones(4, 4).tril()] * 3).bool()[None, None]
+    whole = torch.zeros(1, 1, 12, 12).masked_fill(~apart, torch.finfo(torch.float32).min)
+    given: dict[str, Any] = {} if told == "position_ids" else {"attention_mask": whole}
+    if told != "mask":
+        given["position_ids"] = PACKED
+    with torch.no_grad():
+        with AttentionProbe(model, relevant=ON.reshape(1, 12)) as probe:
+            model(ids, use_cache=False, **given)
+        maps = blocks_of(list(model(ids, **given, **ASKED).attentions))
+    wanted = plain(name, maps, torch.ones(3, 4, dtype=torch.bool), ON)
+    assert bool(ON.any(dim=1).all())
+    assert_table(probe.table(), wanted)
+    assert "unknown" not in probe.table()
+    # What is read is the last token, which reaches its own sequence alone.
+    assert probe.examples()["chance"][0] == pytest.approx(float(ON[2].float().mean()))
+
+
+def test_positions_that_begin_again_where_tokens_see_each_other_are_not_known():
+    model, ids = built("LlamaForCausalLM"), prompt()[:1]
+    shown = torch.ones_like(ids)
+    with torch.no_grad(), AttentionProbe(model, relevant=torch.arange(PROMPT) < 2) as probe:
+        model(ids, attention_mask=shown, position_ids=torch.arange(PROMPT)[None] % 4)
+    table = probe.table()
+    assert table[["sink", "self", "previous", "next"]].isna().all(axis=None)
+    reason = "sink, self, previous, next: position_ids begin again inside a row, and no mask keeps"
+    assert table["unknown"].str.startswith(reason).all()
+    assert "not known: sink, self, previous, next: position_ids begin again" in probe._repr_html_()
+    assert table["finite"].all()
+    maps = whole_maps(model, ids, shown, position_ids=torch.arange(PROMPT)[None] % 4)
+    wanted = plain_measures(maps, shown.bool(), torch.arange(PROMPT)[None] < 2)
+    assert_table(table, {name: wanted[name] for name in ("entropy", "largest", "relevant", "chance")})
+    with torch.no_grad(), probe:
+        model(ids)
+    # One call whose positions are known does not make the mean known.
+    assert probe.table()["self"].isna().all()
+
+
+def test_queries_that_a_layer_pools_have_no_positions():
+    sizes = {"d_model": 48, "n_head": 4, "d_head": 12, "d_inner": 64, "block_sizes": [1, 2], "num_decoder_layers": 1}
+    config = transformers.FunnelConfig(vocab_size=50, **sizes)
+    torch.manual_seed(0)
+    model: Any = transformers.FunnelForSequenceClassification(config).eval()
+    with torch.no_grad(), AttentionProbe(model) as probe:
+        model(prompt())
+    table = probe.table().set_index("layer")
+    assert table.loc[1, ["sink", "self", "previous", "next"]].isna().all(axis=None)
+    assert table.loc[1, "unknown"].str.contains("a layer has 5 queries and 9 keys, and no cache says which").all()
+    assert table.loc[1, "entropy"].notna().all()
+    assert (table.loc[0, "unknown"] == "").all()
+
+
+def quantised(config: Any) -> Any:
+    cache_utils: Any = transformers.cache_utils
+    if not hasattr(cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this version of transformers quantises no cache by itself")
+    return cache_utils.Cache(layers=[cache_utils.Fp8QuantizedLayer() for _ in range(config.num_hidden_layers)])
+
+
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "without the model's windows": lambda _config: transformers.DynamicCache(),
+    "static": lambda config: transformers.StaticCache(config=config, max_cache_len=16),
+    "quantised": quantised,
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_every_kind_of_cache_says_which_columns_the_keys_are(name, kind):
+    model, ids, mask, relevant = built(name), prompt(), padding("left"), relevance()
+    cache = CACHES[kind](model.config)
+    places = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant, maps="all") as probe:
+        for start, end in ((0, 5), (5, 6), (6, PROMPT)):
+            given = {"attention_mask": mask[:, :end].long(), "position_ids": places[:, start:end]}
+            probe.relevant = relevant[:, :end]
+            model(ids[:, start:end], **given, **{cache_name(model): cache}, use_cache=True)
+    table = probe.table()
+    maps = [
+        torch.stack([_joined(probe.maps[layer, head], mask.shape[1]) for head in range(4)], dim=1) for layer in range(2)
+    ]
+    if kind != "quantised":
+        for given, wanted in zip(maps, whole_maps(model, ids, mask), strict=True):
+            seen = mask[:, None, :, None] & mask[:, None, None]
+            torch.testing.assert_close(given * seen, wanted * seen, rtol=0, atol=1e-5)
+    late = plain(name, maps, mask, relevant)
+    # What is relevant so far differs from call to call, and a later call sees more of it.
+    assert_table(table, {name: late[name] for name in ("entropy", "largest", "sink", "self", "previous")}, 1e-5)
+
+
+def _joined(parts: list[torch.Tensor], size: int) -> torch.Tensor:
+    """The rows of all calls as one map; every key here is still in the cache, or the layer has dropped it."""
+    rows, end = [], 0
+    for part in parts:
+        end += part.shape[1]
+        held = part[..., : min(part.shape[2], end)] if part.shape[2] >= end else part
+        start = max(0, end - part.shape[2])
+        rows.append(torch.nn.functional.pad(held, (start, size - start - held.shape[2])))
+    return torch.cat(rows, dim=1)
