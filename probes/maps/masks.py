@@ -41,6 +41,19 @@ class MapInCall:
         """What reads the masks that were given for this map."""
         return Reader(self.call.tokens, len(self.layer_map.attention), self.layer_map.attention.device)
 
+    def mask_in_call(self, length: int) -> Any:
+        """Return the mask of the keys that the model was called with; None if there is none, or if it hides nothing.
+
+        A mask of another length that hides nothing is of what the model reads, such as the frames of a sound, and not
+        of the positions that it makes of that.
+
+        Args:
+            length: The number of positions.
+        """
+        mask = self.call.key_mask(self.layer_map)
+        is_flat = isinstance(mask, Tensor) and mask.ndim == 2
+        return None if is_flat and mask.shape[1] != length and bool((mask == 1).all()) else mask
+
     def everything(self, length: int) -> Bool[Tensor, "batch position"]:
         """Return a mask that is true everywhere; several texts, whose padding is not known, are refused."""
         self.call.demand_no_texts()
@@ -83,7 +96,7 @@ class TokenMasks:
         """Return the sides of a map whose columns are known."""
         query, key = of.layer_map.attention.shape[2:]
         line = Line(columns.query or of.call.continued(), columns.query + query, of.layer_map)
-        ids, in_call = of.call.position_ids(of.layer_map), of.call.key_mask(of.layer_map)
+        ids, in_call = of.call.position_ids(of.layer_map), of.mask_in_call(line.total)
         # Such a mask says which query sees which key, and not only what is padding.
         is_split = isinstance(in_call, Mapping) or (isinstance(in_call, Tensor) and in_call.ndim > 2)
         real = self._stated(of)
@@ -176,8 +189,8 @@ class TokenMasks:
 
     def _keys(self, of: MapInCall) -> Bool[Tensor, "batch key"]:
         """Return which keys of a map are tokens, from a mask that has a value for each of them."""
-        keys, in_call = self._stated(of), of.call.key_mask(of.layer_map)
         length = of.layer_map.attention.shape[3]
+        keys, in_call = self._stated(of), of.mask_in_call(length)
         if keys is None:
             keys = of.everything(length) if in_call is None else of.read(in_call, "attention_mask")
         demand_length(keys, length, "the mask of the keys", of.layer_map)

@@ -81,6 +81,11 @@ def test_the_encoder_of_a_speech_model_counts_too():
     table = probe.table()
     assert list(table["stack"].unique()) == ["encoder", "decoder", "decoder cross"]
     assert set(table[table["stack"] == "encoder"]["queries"]) == {2 * 10}
+    # A mask of the 20 frames that hides none of them says nothing of the 10 positions that the encoder makes of them.
+    frames, first = torch.randn(2, 4, 20), torch.ones(2, 1, dtype=torch.long)
+    with torch.no_grad(), AttentionProbe(model, measures=["entropy"]) as probe:
+        model(frames, attention_mask=torch.ones(2, 20), decoder_input_ids=first)
+    assert set(probe.table()["queries"]) == {20, 2}
 
 
 def test_the_encoder_that_is_called_inside_the_model_is_no_call_of_its_own():
