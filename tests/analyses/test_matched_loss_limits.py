@@ -209,6 +209,22 @@ def test_the_bracket_reaches_the_change(setting, parameterization, mu_qk):
         assert farthest < 720
 
 
+@pytest.mark.parametrize(
+    ("setting", "parameterization", "mu_qk", "change"),
+    [
+        # Where one term of the left side is all of it, the bound that is made of this term is met.
+        (PAPER, CACO, -30.0, 1.0),
+        (PAPER, CACO, 30.0, 1e-3),
+        (PAPER, FAFO, 1e-9, 0.05),
+        # (1/q + e^q/q) s for small steps, bounded by e^q/q s at q = 2.
+        (OTHER, FAFO, 2.0, 1e-4),
+    ],
+)
+def test_the_bracket_is_narrow_where_one_term_is_all(setting, parameterization, mu_qk, change):
+    farthest = _farthest_step(setting, parameterization, mu_qk, change)
+    assert attention_change(setting, parameterization, mu_qk, 0.8 * farthest) < change
+
+
 TIMES = [
     (PAPER, CACO, 1e4, 1e-8, None),
     (PAPER, CACO, 1e-8, 0.1, None),
