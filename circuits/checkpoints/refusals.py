@@ -10,6 +10,7 @@ from ..storage.places import Place
 from .parallel.deepspeed import parts_in
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.(safetensors|bin)")
+_PART = re.compile(r".+-(\d{5})-of-(\d{5})\.gguf")
 _VARIANT = re.compile(r"(model|pytorch_model)\.[\w\-]+\.(safetensors|bin)")
 
 #: File names of other libraries' weights, and how to convert them to a format that can be read.
@@ -53,6 +54,12 @@ def parts_without_index(names: list[str]) -> str | None:
     if shards:
         index = f"{shards[0][1]}.{shards[0][3]}.index.json"
         return f"shards of a model, such as {shards[0][0]}, but no {index}, which says what each holds; copy it as well"
+    of_gguf = [name for name in names if name.endswith(".gguf")]
+    if len(of_gguf) > 1 and all(_PART.fullmatch(name) for name in of_gguf):
+        return (
+            f"a model in {len(of_gguf)} parts ({of_gguf[0]}, {of_gguf[1]} ...); join them with "
+            f"llama-gguf-split --merge {of_gguf[0]} OUT.gguf"
+        )
     ranks = [name for name in names if re.fullmatch(r"consolidated\.\d\d\.pth", name)]
     if len(ranks) > 1:
         return (

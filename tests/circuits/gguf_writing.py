@@ -3,6 +3,7 @@
 Names come from the package gguf's own table. Tensors that the table does not have are left out.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -386,6 +387,28 @@ MODIFIED: dict[str, Callable[[str, Tensor, Hparams], Tensor]] = {
 }
 
 
+def extra_tensors(h: Hparams, architecture: str) -> dict[str, Tensor]:
+    """`generate_extra_tensors`: what divides the frequencies of rotary positions."""
+    rope = rope_of(h)
+    if architecture == "phi3" and rope.get("long_factor"):
+        return {f"rope_factors_{kind}.weight": torch.tensor(rope[f"{kind}_factor"]) for kind in ("long", "short")}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    factor, low, high = (rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    length, dim = rope["original_max_position_embeddings"], width(h)
+    divisors = []
+    for frequency in 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim):
+        wavelength = 2 * math.pi / float(frequency)
+        if wavelength < length / high:
+            divisors.append(1.0)
+        elif wavelength > length / low:
+            divisors.append(factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return {"rope_freqs.weight": torch.tensor(divisors, dtype=torch.float32)}
+
+
 def converted(model: Any, architecture: str) -> dict[str, Tensor]:
     """The tensors of a model by their names in GGUF."""
     h = model.config.to_dict()
@@ -398,7 +421,7 @@ def converted(model: Any, architecture: str) -> dict[str, Tensor]:
         if stored is not None:
             modified = MODIFIED.get(architecture)
             tensors[stored] = tensor if modified is None else modified(name, tensor, h)
-    return tensors
+    return tensors | extra_tensors(h, architecture)
 
 
 def _tensors(state: dict[str, Tensor], architecture: str) -> Iterator[tuple[str, Tensor]]:

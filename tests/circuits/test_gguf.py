@@ -225,10 +225,15 @@ def test_a_config_beside_the_file_counts_if_it_states_the_heads(
 
 
 def test_one_part_of_several_is_named(tmp_path: Path) -> None:
-    path = llama(tmp_path / "model-00001-of-00003.gguf", split__count=3)
-    assert open_checkpoint(path).skipped == {
-        "other files": "this file is one of 3 parts of a model; join them with llama-gguf-split --merge"
-    }
+    """As llama-gguf-split writes them, only the first part says what model it is."""
+    first = llama(tmp_path / "model-00001-of-00003.gguf", split__count=3, split__no=0)
+    sentence = "this file is one of 3 parts of a model; join them with llama-gguf-split --merge"
+    assert open_checkpoint(first).skipped == {"other files": sentence}
+    numbers = [text(key) + struct.pack("<IH", 2, value) for key, value in ((b"split.no", 1), (b"split.count", 3))]
+    second = header(tmp_path / "model-00002-of-00003.gguf", 0, 2, b"".join(numbers))
+    refused(second, f"{sentence}, since part 1 does not say which model it is")
+    with pytest.raises(QkovError, match=r"a model in 2 parts .*llama-gguf-split --merge model-00001-of-00003\.gguf"):
+        open_checkpoint(tmp_path)
 
 
 def swapped(path: Path, kind: Kind) -> Path:
@@ -349,6 +354,7 @@ def test_other_versions_are_refused(version: int, tmp_path: Path) -> None:
         ({"attention__head_count": 0}, "heads should be at least 1, got 0"),
         ({"attention__head_count_kv": 3}, "says num_key_value_heads = 3, but the shapes of the weights say 2"),
         ({"embedding_length": [48]}, r"states llama\.embedding_length = \[48\], where a whole number"),
+        ({"attention__head_count": 10_001 * [4]}, r"llama\.attention\.head_count lists 10001 values"),
         ({"rope__freq_base": "high"}, r"states llama\.rope\.freq_base = 'high', where a number"),
     ],
 )

@@ -45,6 +45,17 @@ YARN = {
     "beta_slow": 2.0,
     "rope_theta": 5000.0,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+#: Of layers with a window, and of all others.
+LOCAL = {"rope_type": "default", "rope_theta": 700.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 WINDOW: Any = frozenset({"window"})
 #: The architecture in GGUF, the model, and the facts that the file leaves open.
 CASES: list[tuple[str, Family, frozenset[str]]] = [
@@ -52,6 +63,7 @@ CASES: list[tuple[str, Family, frozenset[str]]] = [
     ("llama", BY_NAME["llama biases, wide heads"], frozenset()),
     ("llama", mistral(), frozenset()),
     ("llama", like_llama("llama yarn", "LlamaForCausalLM", rope_parameters=YARN, **_GROUPED), frozenset()),
+    ("llama", like_llama("llama 3", "LlamaForCausalLM", rope_parameters=LLAMA3, head_dim=32, **_GROUPED), frozenset()),
     ("llama", like_llama("mixtral", "MixtralForCausalLM", num_local_experts=2, **_GROUPED), frozenset()),
     ("arcee", BY_NAME["arcee"], frozenset()),
     ("granite", BY_NAME["granite"], frozenset()),
@@ -61,6 +73,17 @@ CASES: list[tuple[str, Family, frozenset[str]]] = [
     ("olmo", BY_NAME["olmo clipped"], frozenset()),
     ("olmo2", BY_NAME["olmo2"], frozenset()),
     ("olmo2", deep("olmo3", "Olmo3ForCausalLM", sliding_window=5, **_GROUPED), frozenset()),
+    (
+        "olmo2",
+        deep(
+            "olmo3 yarn",
+            "Olmo3ForCausalLM",
+            sliding_window=5,
+            rope_parameters={"full_attention": YARN, "sliding_attention": LOCAL},
+            **_GROUPED,
+        ),
+        frozenset(),
+    ),
     ("olmoe", like_llama("olmoe", "OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, **_GROUPED), frozenset()),
     ("qwen2", BY_NAME["qwen2"], frozenset()),
     ("qwen2moe", BY_NAME["qwen2_moe"], frozenset()),
@@ -75,6 +98,19 @@ CASES: list[tuple[str, Family, frozenset[str]]] = [
     (
         "gemma3",
         deep("gemma3", "Gemma3ForCausalLM", "Gemma3TextConfig", sliding_window=5, query_pre_attn_scalar=16, **_WIDE),
+        frozenset(),
+    ),
+    (
+        "gemma3",
+        deep(
+            "gemma3 linear",
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            sliding_window=5,
+            query_pre_attn_scalar=16,
+            rope_parameters={"full_attention": LINEAR, "sliding_attention": LOCAL},
+            **_WIDE,
+        ),
         frozenset(),
     ),
     (
@@ -104,6 +140,7 @@ CASES: list[tuple[str, Family, frozenset[str]]] = [
     ("nemotron", like_llama("nemotron", "NemotronForCausalLM", attention_bias=True, **_GROUPED), frozenset()),
     ("phi2", like_llama("phi", "PhiForCausalLM"), frozenset()),
     ("phi3", BY_NAME["phi3"], frozenset()),
+    ("phi3", BY_NAME["phi3 longrope"], frozenset()),
     ("phi3", like_llama("phi3 without windows", "Phi3ForCausalLM", pad_token_id=0, **_GROUPED), frozenset()),
     ("falcon", BY_NAME["falcon multi-query"], frozenset()),
     ("falcon", BY_NAME["falcon new, two norms"], frozenset()),

@@ -21,7 +21,7 @@ from .config import heads_of, stated_config, width_of_heads
 from .conversions import CONVERSIONS
 from .doubts import doubts_about
 from .elements import elements_of
-from .header import read_header
+from .header import Header, read_header
 from .metadata import Metadata
 from .names import Source, renamed
 from .positions import stated_positions
@@ -48,17 +48,16 @@ class GgufFile(TensorFile):
         with place.local_copy() as path, named_input(place.address, "a GGUF file"):
             self._content = MappedFile(path)
             header = read_header(self._content)
-            metadata = Metadata(header.entries, place.address)
+            self.partial = _part_of_several(header)
+            metadata = Metadata(header, place.address)
             self._converted = _converted(metadata)
             self._order = header.order
             self._heads = heads_of(metadata)
             self._sources = renamed(header.tensors, self._converted.names)
             self.shapes = {name: self._shape(source) for name, source in self._sources.items()}
-            self._state(metadata, header.entries, len(header.tensors))
+            self._state(metadata, len(header.tensors))
+        self.metadata = {name: value for name, value in header.entries.items() if isinstance(value, str)}
         self.config_origin = "the metadata of the GGUF file"
-        shards = header.entries.get("split.count")
-        if isinstance(shards, int) and shards > 1:
-            self.partial = f"this file is one of {shards} parts of a model; join them with llama-gguf-split --merge"
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return tensors by name, dequantised and in the order of transformers.
@@ -86,7 +85,7 @@ class GgufFile(TensorFile):
             super().take_config(table, origin)
             self.doubts = {}
 
-    def _state(self, metadata: Metadata, entries: dict[str, Any], count: int) -> None:
+    def _state(self, metadata: Metadata, count: int) -> None:
         """Note the config, and the facts that are in doubt."""
         config = stated_config(metadata, self._converted, count)
         positions, not_known = stated_positions(
@@ -100,7 +99,6 @@ class GgufFile(TensorFile):
         self.doubts = doubts_about(metadata, self._converted, {source.stored.name for source in self._sources.values()})
         if not_known is not None:
             self.doubts[not_known] = ("rotary",), "in the metadata, so the rotation is not known"
-        self.metadata = {name: str(value) for name, value in entries.items()}
 
     def _shape(self, source: Source) -> tuple[int, ...]:
         shape = source.stored.shape
@@ -123,6 +121,21 @@ def _converted(metadata: Metadata) -> Converted:
             f"{', '.join(known)}; save the model from which it was converted as safetensors, and read that"
         )
     return known[metadata.architecture]
+
+
+def _part_of_several(header: Header) -> str | None:
+    """Return a sentence for a file that is one of several parts of a model, None for a whole one.
+
+    Raises:
+        QkovError: It is not the first part, which alone says what model it is.
+    """
+    count, number = header.value("split.count"), header.value("split.no")
+    if type(count) is not int or count < 2:
+        return None
+    sentence = f"this file is one of {count} parts of a model; join them with llama-gguf-split --merge"
+    if "general.architecture" not in header.entries:
+        raise QkovError(f"{sentence}, since part {number} does not say which model it is")
+    return sentence
 
 
 def _demand_library(address: str) -> None:

@@ -15,10 +15,8 @@ _VERSIONS = (2, 3)
 #: The codes of struct for the types of numbers in the metadata, by GGUF's numbers for them.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-#: The tokeniser's long lists are about the text, and take most of the header.
-_SKIPPED = "tokenizer."
-#: No model has more entries in its metadata, more tensors, or a longer list about its layers.
-LARGEST_COUNT = 65_536
+#: No model has more tensors, more entries in its metadata, or a longer list about its layers.
+LARGEST_COUNT = 10_000
 _MOST_DIMENSIONS = 4
 _ALIGNMENT = "general.alignment"
 
@@ -42,19 +40,51 @@ class StoredTensor:
     size: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class StoredList:
+    """Where a list of the metadata is; those of the tokeniser take most of a header, and are not read.
+
+    Attributes:
+        kind: GGUF's number for the type of its values.
+        length: The number of its values.
+        begin: The byte at which they begin.
+    """
+
+    kind: int
+    length: int
+    begin: int
+
+
 class Header:
     """What the header of a file says.
 
     Attributes:
         order: The order of the bytes of a number, as struct writes it.
-        entries: The metadata without those of the tokeniser and without long lists.
+        entries: The metadata; a list is where it is.
         tensors: The tensors.
     """
 
-    order: Literal["<", ">"]
-    entries: dict[str, Any]
-    tensors: tuple[StoredTensor, ...]
+    def __init__(
+        self, content: mmap.mmap, order: str, entries: dict[str, Any], tensors: tuple[StoredTensor, ...]
+    ) -> None:
+        """Store what was read."""
+        self._content, self.order, self.entries, self.tensors = content, order, entries, tensors
+
+    def value(self, name: str) -> Any:
+        """Return the value of an entry of the metadata, None if there is none.
+
+        Raises:
+            DamagedError: It is a list that is longer than any about the layers of a model.
+        """
+        value = self.entries.get(name)
+        if not isinstance(value, StoredList):
+            return value
+        if value.length > LARGEST_COUNT:
+            raise DamagedError(f"{name} lists {value.length} values")
+        cursor = _Cursor(self._content, self.order, value.begin)
+        if value.kind == _TEXT:
+            return [_text(cursor) for _ in range(value.length)]
+        return list(cursor.numbers(f"{value.length}{_NUMBERS[value.kind]}"))
 
 
 def read_header(content: mmap.mmap) -> Header:
@@ -69,7 +99,7 @@ def read_header(content: mmap.mmap) -> Header:
     if content[:4] != _MAGIC:
         raise DamagedError("it does not begin with GGUF")
     # The number of a version is small, so that its bytes show their order.
-    order: Literal["<", ">"] = ">" if content[4:6] == b"\0\0" else "<"
+    order = ">" if content[4:6] == b"\0\0" else "<"
     cursor = _Cursor(content, order)
     (version,) = cursor.numbers("I")
     if version not in _VERSIONS:
@@ -81,17 +111,16 @@ def read_header(content: mmap.mmap) -> Header:
     described = [_described(cursor) for _ in range(tensors)]
     alignment = metadata.get(_ALIGNMENT, 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise DamagedError(f"its tensors would be aligned to {alignment!r} bytes")
+        raise DamagedError("its tensors are not aligned to a power of two")
     begin = cursor.at + -cursor.at % alignment
-    return Header(order, metadata, _stored(described, begin, len(content)))
+    return Header(content, order, metadata, _stored(described, begin, len(content)))
 
 
 class _Cursor:
     """Reads what follows in the header."""
 
-    def __init__(self, content: mmap.mmap, order: str) -> None:
-        self.content, self.order, self.at = content, order, len(_MAGIC)
-        self._endianness: Literal["little", "big"] = "little" if order == "<" else "big"
+    def __init__(self, content: mmap.mmap, order: str, at: int = len(_MAGIC)) -> None:
+        self.content, self.order, self.at = content, order, at
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
         begin, form = self.at, f"{self.order}{codes}"
@@ -112,8 +141,9 @@ class _Cursor:
     def skip_texts(self, count: int) -> None:
         """Skip several texts; each takes at least the eight bytes of its length, so that the file bounds the work."""
         content, at, end = self.content, self.at, len(self.content)
+        order: Literal["little", "big"] = "little" if self.order == "<" else "big"
         for _ in range(count):
-            at += 8 + int.from_bytes(content[at : at + 8], self._endianness)
+            at += 8 + int.from_bytes(content[at : at + 8], order)
             if at > end:
                 raise DamagedError("it ends within its header")
         self.at = at
@@ -121,40 +151,36 @@ class _Cursor:
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     entries: dict[str, Any] = {}
-    seen: set[str] = set()
     for _ in range(count):
         name = _name(cursor)
-        if name in seen:
+        if name in entries:
             raise DamagedError(f"it states {name} twice")
-        seen.add(name)
         (kind,) = cursor.numbers("I")
-        value = _value(cursor, kind, is_kept=not name.startswith(_SKIPPED))
-        if value is not None and not name.startswith(_SKIPPED):
-            entries[name] = value
+        entries[name] = _value(cursor, kind)
     return entries
 
 
-def _value(cursor: _Cursor, kind: int, is_kept: bool) -> Any:
-    """Return a value, or None for a list that is not kept."""
+def _value(cursor: _Cursor, kind: int) -> Any:
+    """Return a value, or where it is if it is a list."""
     if kind in _NUMBERS:
         return cursor.numbers(_NUMBERS[kind])[0]
     if kind == _TEXT:
-        return cursor.text().decode(errors="backslashreplace")
+        return _text(cursor)
     if kind != _LIST:
         raise DamagedError(f"an entry has the unknown type {kind}")
     inner, length = cursor.numbers("IQ")
-    is_kept = is_kept and length <= LARGEST_COUNT
+    stored = StoredList(inner, length, cursor.at)
     if inner in _NUMBERS:
-        if is_kept:
-            return list(cursor.numbers(f"{length}{_NUMBERS[inner]}"))
         cursor.skip(length * struct.calcsize(_NUMBERS[inner]))
-        return None
-    if inner != _TEXT:
+    elif inner == _TEXT:
+        cursor.skip_texts(length)
+    else:
         raise DamagedError(f"a list holds values of the unknown type {inner}")
-    if is_kept:
-        return [cursor.text().decode(errors="backslashreplace") for _ in range(length)]
-    cursor.skip_texts(length)
-    return None
+    return stored
+
+
+def _text(cursor: _Cursor) -> str:
+    return cursor.text().decode(errors="replace")
 
 
 def _name(cursor: _Cursor) -> str:

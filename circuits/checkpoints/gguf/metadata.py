@@ -1,9 +1,9 @@
 """What the metadata of a GGUF file state about its architecture, each value of the type that it should have."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from ...errors import QkovError
+from .header import Header
 
 #: Entries that name the model, or the one of which it was made.
 _NAMES = ("general.name", "general.basename", "general.finetune", "general.base_model.", "general.source.")
@@ -17,18 +17,18 @@ class Metadata:
         architecture: The architecture that the file names.
     """
 
-    def __init__(self, entries: Mapping[str, Any], address: str) -> None:
+    def __init__(self, header: Header, address: str) -> None:
         """Store the entries.
 
         Args:
-            entries: The entries of the file.
+            header: The header of the file.
             address: The address of the file.
 
         Raises:
             QkovError: They name no architecture.
         """
-        self._entries, self.address = entries, address
-        architecture = entries.get("general.architecture")
+        self._header, self.address = header, address
+        architecture = header.value("general.architecture")
         if not isinstance(architecture, str):
             raise QkovError(f"{address} names no architecture (general.architecture); convert the model again")
         self.architecture = architecture
@@ -39,7 +39,7 @@ class Metadata:
         Args:
             key: The key without the name of the architecture.
         """
-        return self._entries.get(f"{self.architecture}.{key}")
+        return self._header.value(f"{self.architecture}.{key}")
 
     def whole(self, key: str) -> int | None:
         """Return a whole number, None if it is not stated.
@@ -81,7 +81,8 @@ class Metadata:
         Args:
             word: The word in small letters.
         """
-        return any(word in str(value).lower() for name, value in self._entries.items() if name.startswith(_NAMES))
+        named = (value for name, value in self._header.entries.items() if name.startswith(_NAMES))
+        return any(word in value.lower() for value in named if isinstance(value, str))
 
     def _refused(self, key: str, expected: str) -> QkovError:
         return QkovError(
