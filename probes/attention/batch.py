@@ -1,14 +1,15 @@
 """The results of one call of a model: sums of the measures, values for each example, and the maps that are kept."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from ...analyses.attention.maps.columns import WHOLE
-from ...analyses.attention.maps.source import LayerMap, LayerRows
+from ...analyses.attention.maps.source import LayerMap, LayerReading, LayerRows, LayerScores
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.algebra.products import upcast
 from ...circuits.errors import CallError
@@ -18,40 +19,16 @@ from ..maps.model_call import ModelCall
 from ..maps.parts import sides_of_parts, why_in_parts
 from ..maps.selection import HeadKey
 from ..maps.sides import Sides
+from .head_sums import HeadMaxima, HeadSums
 from .measures import QueryMeasures, row_measures
 from .rollout_mass import RolloutMass
 
 AT_READOUT = ("relevant", "chance")
 #: The measures of a query that need no position in the input.
 _WITHOUT_POSITIONS = ("entropy", "largest", "no_token")
-
-
-@dataclass(frozen=True, eq=False)
-class HeadSums:
-    """Sums of one measure over queries or examples, and their number, for every head of a layer.
-
-    Attributes:
-        total: The sums.
-        count: The numbers of queries or examples.
-        unknown: Why the measure of some of them is not known, and so its mean is not.
-    """
-
-    total: Float64[Tensor, " head"]
-    count: Float64[Tensor, " head"]
-    unknown: tuple[str, ...] = ()
-
-    def __add__(self, other: "HeadSums") -> "HeadSums":
-        """Add the sums of another batch."""
-        unknown = tuple(dict.fromkeys((*self.unknown, *other.unknown)))
-        return HeadSums(self.total + other.total, self.count + other.count, unknown)
-
-    def mean(self) -> Float64[Tensor, " head"]:
-        """Return the mean; NaN if there was nothing to average, or if some of it is not known."""
-        return torch.full_like(self.total, torch.nan) if self.unknown else self.total / self.count
-
-    def on_cpu(self) -> "HeadSums":
-        """Copy them to the CPU."""
-        return HeadSums(self.total.cpu(), self.count.cpu(), self.unknown)
+#: The measure of scores, which maps do not have.
+MAX_LOGIT = "max_logit"
+_NO_SCORES = "the layer gave its map, which does not tell the scores that it was formed of; those of a fused kernel are"
 
 
 @dataclass(frozen=True)
@@ -126,7 +103,7 @@ class WatchedBatch:
         """The name of the model."""
         return self.call.source.name
 
-    def take(self, layer_map: LayerMap | LayerRows) -> None:
+    def take(self, layer_map: LayerReading) -> None:
         """Measure a layer.
 
         Raises:
@@ -141,7 +118,7 @@ class WatchedBatch:
         if isinstance(layer_map, LayerRows):
             self.sums[layer_map.key] = _of_rows(layer_map, self.settings.names)
             return
-        attention = layer_map.attention.detach()
+        attention = layer_map.call.query if isinstance(layer_map, LayerScores) else layer_map.attention
         if torch._C._functorch.is_batchedtensor(attention):  # pyright: ignore[reportAttributeAccessIssue]
             raise CallError(
                 f"{self.name} is called inside torch.func.vmap, where the values of a map cannot be read; call "
@@ -153,48 +130,71 @@ class WatchedBatch:
             )
         # The user's mixed precision must not make products of maps less exact.
         with torch.no_grad(), torch.autocast(attention.device.type, enabled=False):
-            self._measure(layer_map, attention)
+            self._measure(layer_map)
 
-    def _measure(self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"]) -> None:
-        stack, layer = layer_map.key
+    def _measure(self, layer_map: LayerMap | LayerScores) -> None:
         self.modes[layer_map.key] = layer_map.mode.words
-        self._keep_maps(layer_map.key, attention)
-        why = why_in_parts(layer_map, self.call.source, self.call.arguments)
-        if why is not None:
-            self.sums[layer_map.key] = self._of_parts(layer_map, attention, why)
-            self.no_examples = f"{self.call.source.layer_name(layer_map.key)} of {self.name}: {why}"
-            return
-        sides = self._sides_of(layer_map)
-        measured = QueryMeasures(attention, sides, self.settings.names, layer_map.mode.dropout)
+        source, names = self.call.source, self.settings.names
+        why = why_in_parts(layer_map, source, self.call.arguments)
+        if why is None:
+            sides = self._sides_of(layer_map)
+        else:
+            sides = sides_of_parts(layer_map, source, self.call.arguments, self.settings.masks)
+            names = tuple(name for name in names if name in _WITHOUT_POSITIONS)
+            self.no_examples = f"{source.layer_name(layer_map.key)} of {self.name}: {why}"
+        rollout = self._rollout_at(layer_map, sides) if why is None else None
+        measured = self._read(layer_map, sides, names, rollout)
         sums = _sums_of(measured, sides)
+        if MAX_LOGIT in self.settings.names:
+            sums[MAX_LOGIT] = _largest_logits(measured, sides)
         if "relevant" in measured.values:
             for name in AT_READOUT:
                 known = name in measured.values
                 sums[f"{name}_at_readout"] = _over_examples(measured.at(name, sides)) if known else sums[name]
             self._heads[layer_map.key] = measured.at("relevant", sides)
-        self.sums[layer_map.key] = sums
-        if stack == "" and self.settings.rollout is not None and layer_map.is_self:
-            self._roll_out(self.settings.rollout, layer, attention, sides)
+        self.sums[layer_map.key] = sums if why is None else sums | self._unknown_of_parts(sums, why)
 
-    def _of_parts(
-        self, layer_map: LayerMap, attention: Float[Tensor, "batch head query key"], why: str
-    ) -> dict[str, HeadSums]:
-        """Return the sums of maps of parts of the inputs, whose positions and examples are not known."""
-        sides = sides_of_parts(layer_map, self.call.source, self.call.arguments, self.settings.masks)
+    def _read(
+        self, layer_map: LayerMap | LayerScores, sides: Sides, names: tuple[str, ...], rollout: RolloutMass | None
+    ) -> QueryMeasures:
+        """Return the measures of a layer, and take what else is asked of its weights, in one pass over them."""
+        heads = self._kept_heads(layer_map)
+        parts: list[QueryMeasures] = []
+        kept: list[Tensor] = []
+        for queries, attention, part, logits in self._blocks(layer_map, sides):
+            parts.append(QueryMeasures(attention, part, names, layer_map.mode.dropout, logits))
+            if rollout is not None:
+                rollout.add(layer_map.key[1], queries, part, attention)
+            if heads:
+                kept.append(attention[:, heads].cpu())
+        for number, head in enumerate(heads):
+            self.maps[*layer_map.key, head] = torch.cat([part[:, number] for part in kept], dim=1)
+        return QueryMeasures.joined(parts)
+
+    def _blocks(
+        self, layer_map: LayerMap | LayerScores, sides: Sides
+    ) -> Iterator[tuple[slice, Float[Tensor, "batch head query key"], Sides, Float[Tensor, "batch head query"] | None]]:
+        """Yield queries, their weights, their sides and their largest scores: of a map, all queries at once."""
+        if isinstance(layer_map, LayerMap):
+            yield slice(0, layer_map.shape[2]), layer_map.attention.detach(), sides, None
+            return
+        for block in layer_map.call.blocks(sides.keys, largest=MAX_LOGIT in self.settings.names):
+            yield block.queries, block.weights, sides.block(block.queries, block.seen), block.largest
+
+    def _unknown_of_parts(self, sums: Mapping[str, HeadSums], why: str) -> dict[str, HeadSums]:
+        """Return the measures that maps of parts of the inputs do not have, whose positions are not known."""
         names = self.settings.names
-        possible = tuple(name for name in names if name in _WITHOUT_POSITIONS)
-        sums = _sums_of(QueryMeasures(attention, sides, possible, layer_map.mode.dropout), sides)
         unknown = [name for name in names if name not in sums and name != "relevant"]
         if "relevant" in names and self.settings.masks.relevant is not None:
             unknown += [*AT_READOUT, *(f"{name}_at_readout" for name in AT_READOUT)]
         nothing = torch.zeros_like(sums["queries"].total)
-        return sums | dict.fromkeys(unknown, HeadSums(nothing, nothing, (why,)))
+        return dict.fromkeys(unknown, HeadSums(nothing, nothing, (why,)))
 
-    def _sides_of(self, layer_map: LayerMap) -> Sides:
-        stack, shape = layer_map.key[0], layer_map.attention.shape
+    def _sides_of(self, layer_map: LayerMap | LayerScores) -> Sides:
+        stack, shape = layer_map.key[0], layer_map.shape
         # The sides keep the tensor that layers with the same mask share, so that no other one takes its identity.
         seen = layer_map.seen()
-        known = (stack, shape[0], *shape[2:], layer_map.attention.device, layer_map.columns, id(seen))
+        known = (stack, shape[0], *shape[2:], layer_map.device, layer_map.columns, id(seen))
         if layer_map.real_keys is not None or known not in self._sides:
             decoder = self._latest.get("decoder") if stack == "decoder cross" else None
             self._sides[known] = self.settings.masks.sides(MapInCall(layer_map, seen, self.call), decoder)
@@ -204,29 +204,36 @@ class WatchedBatch:
             self._main = sides
         return sides
 
-    def _roll_out(
-        self, settings: Rollout, layer: int, attention: Float[Tensor, "batch head query key"], sides: Sides
-    ) -> None:
-        if sides.columns != WHOLE or attention.shape[2] != attention.shape[3]:
+    def _rollout_at(self, layer_map: LayerMap | LayerScores, sides: Sides) -> RolloutMass | None:
+        """Return the rollout that this layer is the next one of; None if there is none."""
+        (stack, layer), settings = layer_map.key, self.settings.rollout
+        if stack or settings is None or not layer_map.is_self:
+            return None
+        if sides.columns != WHOLE or layer_map.shape[2] != layer_map.shape[3]:
             self._rollout = None
-            return
-        if layer == 0:
+        elif layer == 0:
             self._rollout = RolloutMass(settings, sides, rows=self.settings.rollout_rows)
-        if self._rollout is not None and not self._rollout.fits(attention):
+        if self._rollout is not None and not self._rollout.fits(layer_map.shape):
             self._rollout = None
-        if self._rollout is not None and self._rollout.layers == layer:
-            self._rollout.add(layer, attention)
+        return self._rollout if self._rollout is not None and self._rollout.layers == layer else None
 
-    def _keep_maps(self, key: LayerKey, attention: Float[Tensor, "batch head query key"]) -> None:
-        selected = self.settings.maps
-        heads = range(attention.shape[1]) if selected is None else [head for *at, head in selected if tuple(at) == key]
+    def _kept_heads(self, layer_map: LayerMap | LayerScores) -> list[int]:
+        """Return the heads whose maps are kept.
+
+        Raises:
+            CallError: The layer has no such head.
+        """
+        selected, number = self.settings.maps, layer_map.shape[1]
+        if selected is None:
+            return list(range(number))
+        heads = [head for *at, head in selected if tuple(at) == layer_map.key]
         for head in heads:
-            if head >= attention.shape[1]:
+            if head >= number:
                 raise CallError(
-                    f"the map of head {head} was asked for; {self.call.source.layer_name(key)} of {self.name} has "
-                    f"heads 0 to {attention.shape[1] - 1}"
+                    f"the map of head {head} was asked for; {self.call.source.layer_name(layer_map.key)} of "
+                    f"{self.name} has heads 0 to {number - 1}"
                 )
-            self.maps[*key, head] = attention[:, head].cpu().clone()
+        return heads
 
     def finish(self) -> ExampleValues | None:
         """Copy the sums to the CPU, and return the values of the examples if there are any.
@@ -262,6 +269,14 @@ def _sums_of(measured: QueryMeasures, sides: Sides) -> dict[str, HeadSums]:
             sums[name] = HeadSums(total, count)
     nothing = torch.zeros_like(queries)
     return sums | {name: HeadSums(nothing, nothing, (reason,)) for name, reason in measured.unknown.items()}
+
+
+def _largest_logits(measured: QueryMeasures, sides: Sides) -> HeadMaxima:
+    known = measured.largest_logits(sides.asked)
+    if known is not None:
+        return HeadMaxima(*known)
+    nothing = torch.full((measured.attends.shape[1],), -torch.inf, dtype=torch.float64)
+    return HeadMaxima(nothing, torch.zeros_like(nothing), (_NO_SCORES,))
 
 
 def _on_cpu(values: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...analyses.attention.maps.source import LayerMap, LayerRows, MapSource, Receiver
+from ...analyses.attention.maps.source import LayerReading, MapSource, Receiver
 from ...circuits.weights.layer_keys import LayerKey
 from ..maps.forward import ForwardWatcher, on_call_within, watch_forward
 
@@ -92,7 +92,7 @@ class HookList:
         if call.is_watched:
             self._watcher.begin(arguments)
 
-    def _take(self, layer_map: LayerMap | LayerRows) -> None:
+    def _take(self, layer_map: LayerReading) -> None:
         call = self._calls.open[-1] if self._calls.open else None
         if call is not None and call.is_watched and layer_map.key in call.marked:
             call.marked.discard(layer_map.key)

@@ -1,6 +1,6 @@
 """The measures of one layer's maps, for every head, without copying the maps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -52,15 +52,18 @@ class QueryMeasures:
         sides: Sides,
         names: tuple[str, ...],
         dropout: float | None,
+        logits: Float[Tensor, "batch head query"] | None = None,
     ) -> None:
-        """Measure a layer.
+        """Measure a layer, or a block of its queries.
 
         Args:
             attention: The layer's maps, of any floating type; sums are computed in float32 at least.
             sides: The queries and keys of the maps.
             names: Names of the measures, as in the table; `chance` comes with `relevant`.
             dropout: The rate of the dropout that the maps have been through; None if it is not known.
+            logits: The largest score of each query before the softmax, if it is known.
         """
+        self.logits = logits
         attention = attention.detach()
         rows = _Rows(attention, sides, entropy="entropy" in names)
         # NaN is not 0, so values that are not finite stay visible.
@@ -89,6 +92,24 @@ class QueryMeasures:
                 self.unknown["chance"] = chance.reason
             else:
                 self._add("chance", chance.to(total.dtype)[:, None].expand_as(total), exists)
+
+    @classmethod
+    def joined(cls, parts: Sequence["QueryMeasures"]) -> "QueryMeasures":
+        """Return the measures of all queries of a layer from those of its blocks of queries, in their order.
+
+        Args:
+            parts: The measures of each block.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls.__new__(cls)
+        whole.attends = torch.cat([part.attends for part in parts], dim=2)
+        whole.values = {name: torch.cat([part.values[name] for part in parts], dim=2) for name in parts[0].values}
+        whole.there = {name: torch.cat([part.there[name] for part in parts], dim=2) for name in parts[0].there}
+        whole.unknown = parts[0].unknown
+        logits = [part.logits for part in parts if part.logits is not None]
+        whole.logits = torch.cat(logits, dim=2) if logits else None
+        return whole
 
     def _read_positions(
         self,
@@ -127,6 +148,20 @@ class QueryMeasures:
         values = upcast(torch.stack(list(self.values.values())))
         there = there.to(values.device)
         return torch.where(there, values, 0.0).sum(dim=(1, 3)), there.sum(dim=(1, 3)).double()
+
+    def largest_logits(
+        self, asked: Bool[Tensor, "batch query"]
+    ) -> tuple[Float64[Tensor, " head"], Float64[Tensor, " head"]] | None:
+        """Return the largest score of the selected queries that attend to anything, and how many these are.
+
+        None if scores are not known. Minus infinity where there is no such query.
+        """
+        if self.logits is None:
+            return None
+        there = self.attends & asked[:, None]
+        logits = upcast(self.logits)
+        largest = logits.masked_fill(~there.to(logits.device), -torch.inf).amax(dim=(0, 2))
+        return largest, there.sum(dim=(0, 2)).to(logits.device).double()
 
     def queries(self, asked: Bool[Tensor, "batch query"]) -> Int[Tensor, " head"]:
         """Return how many of the selected queries attend to anything."""
@@ -204,17 +239,18 @@ def _chance(
     return seen[..., 0] / seen[..., 1]
 
 
-def sees_ahead(attention: Float[Tensor, "batch head query key"], sides: Sides) -> bool:
+def sees_ahead(attention: Float[Tensor, "batch head query key"], sides: Sides, first: int = 0) -> bool:
     """Return whether a query of a map of the whole sequence can see a key after it.
 
     Args:
-        attention: The maps of a layer.
+        attention: The maps of a layer, or a block of their queries, of which it is known what they see.
         sides: Their queries and keys.
+        first: The number of the first query.
     """
     if sides.seen is not None:
         queries = attention.shape[2]
         tokens = sides.queries[..., None] & sides.keys[:, None]
-        return bool((sides.seen.to(attention.device).expand(-1, queries, -1) & tokens).triu(1).any())
+        return bool((sides.seen.to(attention.device).expand(-1, queries, -1) & tokens).triu(1 + first).any())
     return bool(_reach(attention, sides, WHOLE)[1] > 0)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...analyses.attention.maps.search import source_of, unwrapped_model
-from ...analyses.attention.maps.source import LayerMap, LayerRows
+from ...analyses.attention.maps.source import LayerReading
 from ...analyses.attention.measures.rollout import ABNAR_ZUIDEMA, Rollout
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import LayerKey
@@ -21,8 +21,9 @@ from ..maps.masks import Readout, TokenMasks
 from ..maps.model_call import ModelCall
 from ..maps.reader import TokenMask
 from ..maps.selection import HeadKey, selected_heads
-from .batch import BatchSettings, ExampleValues, HeadSums, WatchedBatch
+from .batch import MAX_LOGIT, BatchSettings, ExampleValues, WatchedBatch
 from .calls_in_progress import CallsInProgress, OpenCall
+from .head_sums import HeadSums
 from .hook_list import Hook, HookList
 from .tables import example_table, head_rows, head_table
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The names of all measures that can be taken while a model runs.
-MEASURES = ("entropy", "relevant", "sink", "self", "previous", "next", "largest", "no_token", "rollout")
+MEASURES = ("entropy", "relevant", "sink", "self", "previous", "next", "largest", "no_token", "max_logit", "rollout")
 
 
 class AttentionProbe:
@@ -95,7 +96,7 @@ class AttentionProbe:
         model: Any,
         *,
         relevant: TokenMask | None = None,
-        measures: Sequence[str] = MEASURES,
+        measures: Sequence[str] | None = None,
         mask: TokenMask | None = None,
         queries: Literal["all", "last"] | TokenMask = "all",
         readout: Readout = "last",
@@ -129,7 +130,7 @@ class AttentionProbe:
             CallError: No attention was found, or it is fused, or an argument is none of the above.
         """
         known = isinstance(measures, Sequence) and not isinstance(measures, str) and set(measures) <= set(MEASURES)
-        if not known:
+        if measures is not None and not known:
             raise CallError(f"measures should be some of {', '.join(MEASURES)}, got {measures!r}")
         if isinstance(queries, str) and queries not in ("all", "last"):
             raise CallError(f"queries should be 'all', 'last' or a mask, got {queries!r}")
@@ -139,7 +140,9 @@ class AttentionProbe:
             raise CallError(f"rollout should be a Rollout, got {rollout!r}; to leave it out, leave it out of measures")
         self._model = unwrapped_model(model)
         self._source = source_of(self._model)
-        self._source.demand_maps()
+        self._source.demand_readable()
+        if measures is None:
+            measures = [name for name in MEASURES if name != MAX_LOGIT or self._source.gives_scores]
         self._settings = BatchSettings(
             names=tuple(name for name in MEASURES if name in measures and name != "rollout"),
             masks=TokenMasks(relevant, mask, queries, readout),
@@ -402,7 +405,7 @@ class AttentionProbe:
         if call is not None and call.is_apart:
             self._calls.fail()
 
-    def _take(self, layer_map: LayerMap | LayerRows) -> None:
+    def _take(self, layer_map: LayerReading) -> None:
         call = self._calls.current()
         if call is None:
             self._strays += 1

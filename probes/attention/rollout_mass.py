@@ -1,7 +1,7 @@
 """The mass that the rollout puts on some tokens, carried up through the layers without keeping a map."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ...analyses.attention.measures.fusion import discard_smallest, fuse_heads, hide_padding
@@ -27,7 +27,8 @@ class RolloutMass:
             rows: Whether whole rows are wanted as well as the mass on the relevant tokens.
         """
         self._settings, self._sides, self._has_rows = settings, sides, rows
-        self.layers = 0
+        self.layers, self._sees_ahead = 0, False
+        self._carried: list[Tensor] = []
         columns = [] if sides.relevant is None else [sides.relevant[..., None]]
         if rows:
             batch, keys = sides.keys.shape
@@ -36,37 +37,51 @@ class RolloutMass:
         self._has_relevant = sides.relevant is not None
         self._columns = torch.cat(columns, dim=-1) if columns else None
 
-    def fits(self, attention: Float[Tensor, "batch head query key"]) -> bool:
+    def fits(self, shape: tuple[int, ...]) -> bool:
         """Return whether a layer's maps lead from all positions of the first layer to all of them.
 
         Args:
-            attention: The maps.
+            shape: The shape of the maps.
         """
         batch, keys = self._sides.keys.shape
-        return (len(attention), *attention.shape[2:]) == (batch, keys, keys)
+        return (shape[0], *shape[2:]) == (batch, keys, keys)
 
-    def add(self, layer: int, attention: Float[Tensor, "batch head query key"]) -> None:
-        """Carry the columns through a layer; layers have to come in order.
+    def add(self, layer: int, queries: slice, sides: Sides, attention: Float[Tensor, "batch head query key"]) -> None:
+        """Carry the columns through some rows of a layer; rows and layers have to come in order.
 
         Args:
             layer: The number of the layer.
-            attention: Its maps.
+            queries: The rows.
+            sides: Their queries and keys.
+            attention: Their weights.
         """
         if self.layers == 0:
-            self._sees_ahead = sees_ahead(attention, self._sides)
-        self.layers += 1
-        if self._columns is None or not self._settings.takes(layer):
+            self._sees_ahead = self._sees_ahead or sees_ahead(attention, sides, queries.start)
+        if self._columns is not None and self._settings.takes(layer):
+            self._carried.append(self._carry(layer, queries, attention, self._columns))
+        if queries.stop < self._sides.queries.shape[1]:
             return
+        self.layers += 1
+        if self._carried:
+            self._columns, self._carried = torch.cat(self._carried, dim=1), []
+
+    def _carry(
+        self,
+        layer: int,
+        queries: slice,
+        attention: Float[Tensor, "batch head query key"],
+        columns: Shaped[Tensor, "batch key column"],
+    ) -> Float[Tensor, "batch query column"]:
         mask = self._sides.keys.to(attention.device)
         fused = fuse_heads(attention, self._settings.heads_of(layer))
         if self._sides.padded:
-            hide_padding(fused, mask)
-        discard_smallest(fused, self._settings.discard)
-        residual, columns = self._settings.residual_of(layer), self._columns.to(fused)
+            hide_padding(fused, mask, queries.start)
+        discard_smallest(fused, self._settings.discard, queries.start)
+        residual, columns = self._settings.residual_of(layer), columns.to(fused)
         carried = fused @ columns / fused.sum(dim=-1, keepdim=True)
         # Rows of padding sum to 0.
-        carried = carried.masked_fill(~mask[..., None], 0.0)
-        self._columns = (1 - residual) * carried + residual * columns
+        carried = carried.masked_fill(~mask[:, queries, None], 0.0)
+        return (1 - residual) * carried + residual * columns[:, queries]
 
     def mass(self) -> Float[Tensor, " batch"] | None:
         """Return the mass on the relevant tokens at each readout position; None if it is not known which are.

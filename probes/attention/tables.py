@@ -8,7 +8,8 @@ import torch
 
 from ...analyses.attention.maps.modes import EVALUATION
 from ...circuits.weights.layer_keys import LayerKey
-from .batch import ExampleValues, HeadSums
+from .batch import ExampleValues
+from .head_sums import HeadSums
 
 #: The columns of measures, in order.
 COLUMNS = (
@@ -23,6 +24,7 @@ COLUMNS = (
     "previous",
     "next",
     "no_token",
+    "max_logit",
 )
 
 

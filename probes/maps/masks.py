@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ...analyses.attention.maps.columns import Columns, Unknown
-from ...analyses.attention.maps.source import LayerMap
+from ...analyses.attention.maps.source import LayerMap, LayerScores
 from ...analyses.attention.models.model import last_token
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import layer_name
@@ -32,14 +32,14 @@ class MapInCall:
         call: The call.
     """
 
-    layer_map: LayerMap
+    layer_map: LayerMap | LayerScores
     seen: Bool[Tensor, "#batch #query key"] | None
     call: ModelCall
 
     @property
     def read(self) -> Reader:
         """What reads the masks that were given for this map."""
-        return Reader(self.call.tokens, len(self.layer_map.attention), self.layer_map.attention.device)
+        return Reader(self.call.tokens, self.layer_map.shape[0], self.layer_map.device)
 
     def mask_in_call(self, length: int) -> Any:
         """Return the mask of the keys that the model was called with; None if there is none, or if it hides nothing.
@@ -57,8 +57,7 @@ class MapInCall:
     def everything(self, length: int) -> Bool[Tensor, "batch position"]:
         """Return a mask that is true everywhere; several texts, whose padding is not known, are refused."""
         self.call.demand_no_texts()
-        attention = self.layer_map.attention
-        return torch.ones(len(attention), length, dtype=torch.bool, device=attention.device)
+        return torch.ones(self.layer_map.shape[0], length, dtype=torch.bool, device=self.layer_map.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +93,7 @@ class TokenMasks:
 
     def _placed(self, of: MapInCall, columns: Columns) -> Sides:
         """Return the sides of a map whose columns are known."""
-        query, key = of.layer_map.attention.shape[2:]
+        query, key = of.layer_map.shape[2:]
         line = Line(columns.query or of.call.continued(), columns.query + query, of.layer_map)
         ids, in_call = of.call.position_ids(of.layer_map), of.mask_in_call(line.total)
         # Such a mask says which query sees which key, and not only what is padding.
@@ -132,7 +131,7 @@ class TokenMasks:
 
     def _unplaced(self, of: MapInCall, columns: Unknown) -> Sides:
         """Return the sides of a map of which it is not known where its queries are among its keys."""
-        batch, _, query, key = of.layer_map.attention.shape
+        batch, _, query, key = of.layer_map.shape
         keys = self._keys(of)
         if query != key and not bool(keys.all()):
             raise CallError(
@@ -144,7 +143,7 @@ class TokenMasks:
 
     def _between(self, of: MapInCall, decoder: Sides | None) -> Sides:
         """Return the sides of a map from one sequence to another one."""
-        batch, _, query, _ = of.layer_map.attention.shape
+        batch, _, query, _ = of.layer_map.shape
         keys, in_call = self._keys(of), of.call.query_mask(of.layer_map)
         start = 0
         if decoder is not None and decoder.queries.shape == (batch, query):
@@ -189,7 +188,7 @@ class TokenMasks:
 
     def _keys(self, of: MapInCall) -> Bool[Tensor, "batch key"]:
         """Return which keys of a map are tokens, from a mask that has a value for each of them."""
-        length = of.layer_map.attention.shape[3]
+        length = of.layer_map.shape[3]
         keys, in_call = self._stated(of), of.mask_in_call(length)
         if keys is None:
             keys = of.everything(length) if in_call is None else of.read(in_call, "attention_mask")
@@ -240,13 +239,13 @@ def _real_by_sight(
     Raises:
         CallError: That is not known.
     """
-    batch, _, query, key = of.layer_map.attention.shape
+    batch, _, query, key = of.layer_map.shape
     if of.seen is None or (columns.query and ids is None):
         shape = f"has shape {list(in_call.shape)}" if isinstance(in_call, Tensor) else "is one for each kind of layer"
         raise CallError(
             f"attention_mask {shape}, and does not say what is padding; give the probe the padding mask as mask="
         )
-    places = torch.arange(query, device=of.layer_map.attention.device)
+    places = torch.arange(query, device=of.layer_map.device)
     seen = of.seen.to(places.device).expand(batch, query, key)
     own = seen[:, places, columns.query - columns.key + places]
     if not columns.query or ids is None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap, MapSource
+from ...analyses.attention.maps.source import LayerMap, LayerScores, MapSource
 from ...circuits.errors import CallError
 from .masks import TokenMasks
 from .sides import Sides
@@ -28,7 +28,7 @@ _IDS = (torch.int32, torch.int64)
 _PADDING_MASKS = ("attention_mask", "one_zero_attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
-def why_in_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[str, Any]) -> str | None:
+def why_in_parts(layer_map: LayerMap | LayerScores, source: MapSource, arguments: Mapping[str, Any]) -> str | None:
     """Return why the maps of a layer are not one for each input of the call; None if they are.
 
     Vision models attend within windows of an image, models of video within frames and between them, models of audio
@@ -39,7 +39,7 @@ def why_in_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[str,
         source: Their source.
         arguments: The arguments that the model was called with, by name.
     """
-    maps = len(layer_map.attention)
+    maps = layer_map.shape[0]
     given = _main_input(arguments)
     if given is None:
         return f"the call of {source.name} has no tensor that shows how many inputs it has"
@@ -53,7 +53,9 @@ def why_in_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[str,
     )
 
 
-def sides_of_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[str, Any], masks: TokenMasks) -> Sides:
+def sides_of_parts(
+    layer_map: LayerMap | LayerScores, source: MapSource, arguments: Mapping[str, Any], masks: TokenMasks
+) -> Sides:
     """Return the queries and keys of maps of parts: all of them, or those that the layer itself takes for tokens.
 
     Args:
@@ -65,7 +67,7 @@ def sides_of_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[st
     Raises:
         CallError: A mask of the inputs would have to be known for the parts.
     """
-    batch, _, query, key = layer_map.attention.shape
+    batch, _, query, key = layer_map.shape
     padding = [name for name in _PADDING_MASKS if _hides(arguments.get(name)) and layer_map.real_keys is None]
     if masks.mask is not None:
         padding.append("the probe's mask")
@@ -77,7 +79,7 @@ def sides_of_parts(layer_map: LayerMap, source: MapSource, arguments: Mapping[st
             f"of them, whose positions are not known; call the model with inputs without padding, and the probe with "
             f"queries='all' and without mask="
         )
-    device = layer_map.attention.device
+    device = layer_map.device
     real = torch.ones(batch, key, dtype=torch.bool) if layer_map.real_keys is None else layer_map.real_keys
     keys = real.to(device).expand(batch, key)
     queries = keys if layer_map.is_self and query == key else keys.new_ones(batch, query)
@@ -129,13 +131,13 @@ def _tensor_in(value: Any) -> Tensor | None:
     return next((tensor for tensor in held if isinstance(tensor, Tensor) and tensor.ndim), None)
 
 
-def _counts(given: Tensor, layer_map: LayerMap, *, positions_first: bool) -> set[int]:
+def _counts(given: Tensor, layer_map: LayerMap | LayerScores, *, positions_first: bool) -> set[int]:
     """Return the numbers of inputs that a tensor may stand for.
 
     The first dimension counts them, with these exceptions: ids of several sequences for each example, as for multiple
     choice; ids or vectors of one sequence without a batch; torch's modules that read [position, batch].
     """
-    is_length = given.size(0) in layer_map.attention.shape[2:]
+    is_length = given.size(0) in layer_map.shape[2:]
     if given.dtype in _IDS and given.ndim == 1:
         return {1}
     if given.dtype in _IDS and given.ndim == 3:

@@ -38,6 +38,18 @@ class Positions:
     start: Int[Tensor, "batch query"]
     end: Int[Tensor, "batch query"]
 
+    def block(self, queries: slice) -> "Positions":
+        """Return where some of the queries are.
+
+        Args:
+            queries: The queries.
+        """
+        keys = {
+            name: KeyOfQuery(key.index[:, queries], key.held[:, queries], key.exists[:, queries])
+            for name, key in self.keys.items()
+        }
+        return Positions(keys, self.start[:, queries], self.end[:, queries])
+
 
 @dataclass(frozen=True, eq=False)
 class Row:

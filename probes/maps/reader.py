@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap
+from ...analyses.attention.maps.source import LayerMap, LayerScores
 from ...circuits.errors import CallError, reason
 from ...circuits.weights.layer_keys import layer_name
 
@@ -74,7 +74,7 @@ class Line:
 
     known: int
     total: int
-    layer_map: LayerMap
+    layer_map: LayerMap | LayerScores
 
     def fitted(
         self, mask: Bool[Tensor, "batch position"], name: str, *, grows: bool, fill: bool
@@ -102,7 +102,7 @@ class Line:
         return mask
 
 
-def demand_length(mask: Tensor, length: int, name: str, layer_map: LayerMap) -> None:
+def demand_length(mask: Tensor, length: int, name: str, layer_map: LayerMap | LayerScores) -> None:
     """Refuse a mask of another length.
 
     Args:
@@ -117,5 +117,5 @@ def demand_length(mask: Tensor, length: int, name: str, layer_map: LayerMap) -> 
     if mask.shape[1] != length:
         raise CallError(
             f"{name} has {mask.shape[1]} positions, and the map of {layer_name(*layer_map.key)} has {length}, with the "
-            f"shape {list(layer_map.attention.shape)} as [batch, head, query, key]"
+            f"shape {list(layer_map.shape)} as [batch, head, query, key]"
         )

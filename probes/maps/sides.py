@@ -1,6 +1,6 @@
 """The queries and the keys of a map: which are tokens, which count, and where they stand in their sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
@@ -41,6 +41,23 @@ class Sides:
     positions: Positions | Unknown | None
     seen: Bool[Tensor, "#batch #query key"] | None
     padded: bool
+
+    def block(self, queries: slice, seen: Bool[Tensor, "#batch #query key"]) -> "Sides":
+        """Return the sides of some of the queries; where attention is read stays that of all of them.
+
+        Args:
+            queries: The queries.
+            seen: Which keys they see.
+        """
+        columns, positions = self.columns, self.positions
+        return replace(
+            self,
+            queries=self.queries[:, queries],
+            asked=self.asked[:, queries],
+            columns=replace(columns, query=columns.query + queries.start) if isinstance(columns, Columns) else columns,
+            positions=positions.block(queries) if isinstance(positions, Positions) else positions,
+            seen=seen,
+        )
 
     def column_of_readout(self) -> Tensor:
         """Return the column at which attention is read; NaN if it is not known."""

@@ -86,15 +86,15 @@ class CachedColumns:
         held = _held(module, arguments)
         self._held[module] = self._latest[kind] = held
 
-    def of(self, module: nn.Module, attention: Tensor) -> Columns | Unknown:
+    def of(self, module: nn.Module, queries: int, keys: int) -> Columns | Unknown:
         """Return the columns of the map that a module gave.
 
         Args:
             module: The module.
-            attention: Its map.
+            queries: The number of queries of its map.
+            keys: The number of keys.
         """
         held = self._held.get(module)
-        queries, keys = attention.shape[-2:]
         if isinstance(held, Unknown):
             return held
         if held is None:

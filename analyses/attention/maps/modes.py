@@ -40,6 +40,16 @@ def training_mode(rate: float | None, *, before: bool = False) -> Mode:
     return Mode(f"training, {'before' if before else 'after'} dropout {size}", 0.0 if before else rate)
 
 
+def mode_before_dropout(rate: float, *, is_training: bool) -> Mode:
+    """Return the mode of an attention whose weights are computed from the call of its kernel, without dropout.
+
+    Args:
+        rate: The rate of dropout that the kernel was called with.
+        is_training: Whether the module is in training mode.
+    """
+    return training_mode(rate, before=True) if is_training or rate else EVALUATION
+
+
 def mode_after_dropout(modules: Iterable[nn.Module]) -> Mode:
     """Return the mode of an attention whose map is read after dropout.
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ....circuits.errors import CallError
+from .kernel_modules import KernelModules
 from .single_layer import SingleLayerMaps
 from .source import MapSource
 from .torch_modules import TorchMaps
@@ -14,7 +15,7 @@ from .transformer_lens import HookedMaps
 from .transformers import TransformersMaps
 
 #: Every kind of source; the first that finds attention in a model is taken.
-SOURCES = (SingleLayerMaps, HookedMaps, TransformersMaps, TorchMaps)
+SOURCES = (SingleLayerMaps, HookedMaps, TransformersMaps, TorchMaps, KernelModules)
 
 
 def unwrapped_model(model: Any) -> nn.Module:
@@ -62,5 +63,6 @@ def source_of(model: nn.Module) -> MapSource:
             return source
     raise CallError(
         f"no attention was found in {type(model).__name__}: expected TransformerLens' hook points, a model of "
-        f"transformers that gives attention maps, torch.nn.MultiheadAttention, or qkov's SingleLayerAttention"
+        f"transformers that gives attention maps, torch.nn.MultiheadAttention, a module that calls torch's "
+        f"scaled_dot_product_attention, or qkov's SingleLayerAttention"
     )

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from ..kernels.scores import HIDDEN, KernelCall
+
 #: The names of masks in the calls of attention modules.
 _MASKS = ("attention_mask", "mask", "attn_mask")
-#: What is added to a score to hide it; models write -1e4, -1e9, the least number of a type or minus infinity.
-_HIDDEN = -1e4
 _ABSENT = object()
 
 
@@ -23,7 +23,7 @@ def seen_in(mask: Tensor | None) -> Bool[Tensor, "#batch #query key"] | None:
     """
     if mask is None or mask.ndim not in (2, 3, 4):
         return None
-    visible = mask > _HIDDEN if mask.is_floating_point() and mask.ndim > 2 else mask != 0
+    visible = mask > HIDDEN if mask.is_floating_point() and mask.ndim > 2 else mask != 0
     if mask.ndim == 4:
         if mask.shape[1] != 1 and not bool((visible == visible[:, :1]).all()):
             return None
@@ -37,10 +37,24 @@ class LayerMasks:
     def __init__(self) -> None:
         """Begin with nothing."""
         self._read: dict[Any, tuple[Any, Tensor | None]] = {}
+        self._of_kernels: dict[int, tuple[Any, Tensor | None]] = {}
 
     def forget(self) -> None:
         """Forget the call that was in progress."""
-        self._read = {}
+        self._read, self._of_kernels = {}, {}
+
+    def seen_by_kernel(self, call: KernelCall) -> Bool[Tensor, "#batch #query key"] | None:
+        """Return which keys the queries of a kernel can see, from the mask that it was given; None if it had none.
+
+        Args:
+            call: The call of the kernel.
+        """
+        mask = call.mask
+        if mask is None or mask.shape[-1] != call.shape[-1]:
+            return None
+        if id(mask) not in self._of_kernels:
+            self._of_kernels[id(mask)] = (mask, seen_in(mask))
+        return self._of_kernels[id(mask)][1]
 
     def seen(
         self, module: nn.Module, arguments: Mapping[str, Any], attention: Float[Tensor, "batch head query key"]

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from ....circuits.weights.layer_keys import LayerKey, layer_name
 from ...dynamics.sequences import Sequences
+from ..kernels.scores import KernelCall
 from .calls import OnCall, on_call
 from .columns import NOT_SAID, Columns, Unknown
 from .modes import EVALUATION, Mode
@@ -45,6 +47,16 @@ class LayerMap:
     real_keys: Bool[Tensor, "batch key"] | None = None
     mode: Mode = EVALUATION
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the map."""
+        return tuple(self.attention.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the map."""
+        return self.attention.device
+
 
 @dataclass(frozen=True, eq=False)
 class LayerRows:
@@ -61,8 +73,39 @@ class LayerRows:
     sequences: Sequences
 
 
-#: Takes the map of each layer, or its rows, as soon as the layer has run.
-Receiver = Callable[[LayerMap | LayerRows], None]
+@dataclass(frozen=True, eq=False)
+class LayerScores:
+    """What a layer's fused kernel was called with, in place of a map.
+
+    Attributes:
+        key: The layer.
+        call: The call, which gives the weights before dropout.
+        is_self, columns, seen, real_keys, mode: As for `LayerMap`.
+    """
+
+    key: LayerKey
+    call: KernelCall
+    is_self: bool = True
+    columns: Columns | Unknown = NOT_SAID
+    seen: Callable[[], Bool[Tensor, "#batch #query key"] | None] = lambda: None
+    real_keys: Bool[Tensor, "batch key"] | None = None
+    mode: Mode = EVALUATION
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the map that the call stands for."""
+        return self.call.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the queries."""
+        return self.call.query.device
+
+
+#: What is read of a layer.
+LayerReading = LayerMap | LayerRows | LayerScores
+#: Takes the map of each layer, or its rows, or the call of its kernel, as soon as the layer has run.
+Receiver = Callable[[LayerReading], None]
 #: Takes a layer and what its queries, keys and values read, after the norm.
 InputReceiver = Callable[[LayerKey, Float[Tensor, "batch position d_model"]], None]
 
@@ -111,12 +154,17 @@ class MapSource(ABC):
         """Return a layer as messages name it: by its hook point, or else by its stack and number."""
         return self.hook_points.get(key) or layer_name(*key)
 
-    def demand_maps(self) -> None:  # noqa: B027 (most sources always have maps)
-        """Refuse a model that gives no maps as it is set now.
+    def demand_readable(self) -> None:  # noqa: B027 (most sources always have maps)
+        """Refuse a model that gives neither maps, as it is set now, nor the calls of a kernel.
 
         Raises:
-            CallError: The attention is fused; the message says how to change that.
+            CallError: The attention is fused in a way that cannot be read; the message says how to change that.
         """
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether a layer gives, as the model is set now, the call of its kernel in place of a map."""
+        return False
 
     def called_apart(self) -> nn.Module | None:
         """Return the part that a library calls by itself before it calls the model; None if there is none."""

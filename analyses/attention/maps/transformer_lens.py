@@ -93,7 +93,7 @@ class HookedMaps(MapSource):
             if arguments is None or attention.ndim != 4:
                 receive(LayerMap(key, attention, is_self="cross" not in key[0], mode=mode))
                 return
-            columns = self._columns.of(module, attention)
+            columns = self._columns.of(module, *attention.shape[-2:])
             # A layer of HookedTransformer adds its causal mask to the mask that it is called with.
             adds_own = hasattr(module, "apply_causal_mask")
 

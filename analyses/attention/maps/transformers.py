@@ -10,13 +10,16 @@ from torch import Tensor, nn
 
 from ....circuits.errors import CallError
 from ....circuits.weights.layer_keys import LayerKey, layer_name
-from .calls import CallHook, ForwardHook, OnCall, before_forward, naming, on_call
+from ..kernels.registry import registries_of, watch_registry
+from ..kernels.torch_kernel import Noted
+from ..kernels.watching import KernelCalls, can_be_watched, one_call
+from .calls import CallHook, ForwardHook, OnCall, around_forward, before_forward, naming, on_call
 from .columns import CachedColumns
 from .evaluation import is_fused
-from .modes import mode_after_dropout
+from .modes import mode_after_dropout, mode_before_dropout
 from .numbering import layer_numbers
 from .seen import LayerMasks
-from .source import InputReceiver, LayerMap, MapSource, Receiver
+from .source import InputReceiver, LayerMap, LayerScores, MapSource, Receiver
 
 #: What to do where there are no maps.
 REMEDY = (
@@ -79,7 +82,7 @@ class TransformersMaps(MapSource):
         self._stacks = _stacks(modules, self.name)
         self.keys = tuple((stack, layer) for stack, members in self._stacks.items() for layer in _layers(members))
         self._calls: dict[str, int] = {}
-        self._columns, self._masks = CachedColumns(), LayerMasks()
+        self._columns, self._masks, self._kernels = CachedColumns(), LayerMasks(), KernelCalls()
         self._encoder = _encoder(model, self._stacks.get("encoder", []))
 
     @classmethod
@@ -88,12 +91,20 @@ class TransformersMaps(MapSource):
         modules = list(_recorded(model)) or list(_asked(model))
         return cls(model, modules) if modules else None
 
-    def demand_maps(self) -> None:
-        """Refuse a model with fused attention."""
+    def demand_readable(self) -> None:
+        """Refuse a model with fused attention whose code does not show how it calls its kernel."""
         for module in self._modules:
             kind = module.implementation
-            if is_fused(kind):
-                raise CallError(f"the attention of {self.name} is {kind}, and there are no maps to measure; {REMEDY}")
+            if is_fused(kind) and not can_be_watched(module.module):
+                raise CallError(
+                    f"the attention of {self.name} is {kind}, and how {type(module.module).__name__} calls it is not "
+                    f"known; {REMEDY}"
+                )
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the attention of any module is fused."""
+        return any(is_fused(module.implementation) for module in self._modules)
 
     def called_apart(self) -> nn.Module | None:
         """Return the encoder beside a decoder, which `generate` calls once, before the first call of the model."""
@@ -120,9 +131,13 @@ class TransformersMaps(MapSource):
             numbers = layers if len(layers) == len(modules) else [None] * len(modules)
             for number, module in zip(numbers, modules, strict=True):
                 if module.ask:
-                    yield before_forward(module.module, _asks_for_maps(module.module))
+                    yield before_forward(module.module, _asks_for_maps(module, consume=consume))
                 if not module.cross:
                     yield before_forward(module.module, self._asks_for_columns(module.module))
+                if not consume and module.implementation not in (None, "eager"):
+                    for registry in registries_of(module.module):
+                        yield watch_registry(registry)
+                    yield around_forward(module.module, self._kernels.around(module.module))
                 yield on_call(module.module, self._hook(stack, number, module, receive, inputs, consume))
 
     def _asks_for_columns(self, module: nn.Module) -> ForwardHook:
@@ -153,12 +168,13 @@ class TransformersMaps(MapSource):
                 # DistilBERT of transformers 4 is called with query, key and value.
                 name = "hidden_states" if "hidden_states" in kwargs else "query"
                 inputs(key, args[0] if args else kwargs[name])
-            index = _position_of_map(output, module)
+            was_asked = consume or not is_fused(module.implementation)
+            index = _position_of_map(output, module) if was_asked or not module.ask else None
             attention = None if index is None else output[index]
-            if index is None or not isinstance(attention, Tensor):
-                fused = not module.ask or module.implementation not in (None, "eager")
-                remedy = REMEDY if fused else f"{type(module.module).__name__} is not supported"
-                raise CallError(f"{layer_name(*key)} of {self.name} gave no attention map; {remedy}")
+            calls = self._kernels.take(module.module)
+            if index is None or not isinstance(attention, Tensor) or calls:
+                receive(self._scores(key, module, calls))
+                return None
             if module.ask:
                 _demand_weights(attention, key, module, self.name)
             receive(self._layer_map(key, module, attention, by_name(args, kwargs)))
@@ -173,12 +189,22 @@ class TransformersMaps(MapSource):
         mode = mode_after_dropout([module.module])
         if module.cross or attention.ndim != 4:
             return LayerMap(key, attention, is_self=not module.cross, mode=mode)
-        columns = self._columns.of(module.module, attention)
+        columns = self._columns.of(module.module, *attention.shape[-2:])
 
         def seen() -> Tensor | None:
             return self._masks.seen(module.module, arguments, attention)
 
         return LayerMap(key, attention, columns=columns, seen=seen, mode=mode)
+
+    def _scores(self, key: LayerKey, module: _MapModule, calls: list[Noted]) -> LayerScores:
+        fused = not module.ask or module.implementation not in (None, "eager")
+        remedy = REMEDY if fused else f"{type(module.module).__name__} is not supported"
+        call = one_call(calls, f"{layer_name(*key)} of {self.name}", remedy)
+        mode = mode_before_dropout(call.dropout, is_training=module.module.training)
+        if module.cross:
+            return LayerScores(key, call, is_self=False, mode=mode)
+        columns = self._columns.of(module.module, *call.shape[-2:])
+        return LayerScores(key, call, columns=columns, seen=lambda: self._masks.seen_by_kernel(call), mode=mode)
 
 
 def _recorded(model: nn.Module) -> Iterator[_MapModule]:
@@ -247,10 +273,13 @@ def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(module.forward).parameters)
 
 
-def _asks_for_maps(module: nn.Module) -> ForwardHook:
-    signature = inspect.signature(module.forward)
+def _asks_for_maps(module: _MapModule, *, consume: bool) -> ForwardHook:
+    signature = inspect.signature(module.module.forward)
 
-    def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # With a fused kernel, a module that is asked for its map computes in another way.
+        if is_fused(module.implementation) and not consume:
+            return None
         bound = signature.bind(*args, **kwargs)
         bound.arguments["output_attentions"] = True
         return bound.args, bound.kwargs

@@ -56,19 +56,23 @@ def named_fusion(heads: HeadFusion | tuple[tuple[float, ...], ...]) -> NamedFusi
 
 
 def hide_padding(
-    fused: Float[Tensor, "batch query key"], mask: Bool[Tensor, "batch position"]
+    fused: Float[Tensor, "batch query key"], mask: Bool[Tensor, "batch position"], first: int = 0
 ) -> Float[Tensor, "batch query key"]:
     """Set the rows and columns of padding to zero, in place, whatever their values, and return the map.
 
     Args:
-        fused: attention maps, heads fused.
+        fused: attention maps, heads fused, or some rows of them.
         mask: token mask of the batch.
+        first: position of the first row.
     """
     padding = ~mask.to(fused.device)
-    return fused.masked_fill_(padding[:, None, :], 0.0).masked_fill_(padding[:, :, None], 0.0)
+    rows = padding[:, first : first + fused.shape[1], None]
+    return fused.masked_fill_(padding[:, None, :], 0.0).masked_fill_(rows, 0.0)
 
 
-def discard_smallest(fused: Float[Tensor, "batch query key"], share: float) -> Float[Tensor, "batch query key"]:
+def discard_smallest(
+    fused: Float[Tensor, "batch query key"], share: float, first: int = 0
+) -> Float[Tensor, "batch query key"]:
     """Set the smallest entries of every row to zero, in place, and return the map.
 
     If a query attends to k keys with a weight above 0, the keys below its (floor(share k) + 1)-th smallest weight are
@@ -78,8 +82,9 @@ def discard_smallest(fused: Float[Tensor, "batch query key"], share: float) -> F
     would lose nearly all of them.
 
     Args:
-        fused: attention maps, heads fused.
+        fused: attention maps, heads fused, or some rows of them.
         share: share of each query's keys to drop, from 0 to less than 1.
+        first: position of the first row.
     """
     if share == 0:
         return fused
@@ -89,5 +94,5 @@ def discard_smallest(fused: Float[Tensor, "batch query key"], share: float) -> F
     dropped = torch.minimum((share * count.double() + 1e-9).long(), (count - 1).clamp_min(0))
     threshold = fused.masked_fill(~seen, torch.inf).sort(dim=-1).values.gather(-1, dropped)
     below = fused < threshold
-    below.diagonal(dim1=-2, dim2=-1).fill_(False)
+    below.diagonal(first, dim1=-2, dim2=-1).fill_(False)
     return fused.masked_fill_(below, 0.0)

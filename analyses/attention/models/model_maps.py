@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....circuits.errors import CallError, QkovError
 from ....circuits.weights.layer_keys import LayerKey, layer_name
 from ..maps.search import source_of
-from ..maps.source import LayerMap, LayerRows, MapSource
+from ..maps.source import LayerMap, LayerReading, MapSource
 from ..maps.transformers import REMEDY, ROUNDING
 from .model import InputSink, MapSink
 
@@ -55,7 +55,7 @@ class ModelMaps:
         heads: dict[LayerKey, int] = {}
         ahead: list[bool | None] = []
 
-        def look(layer_map: LayerMap | LayerRows) -> None:
+        def look(layer_map: LayerReading) -> None:
             attention = _demand_map(layer_map, name)
             heads[layer_map.key] = attention.shape[1]
             assert isinstance(layer_map, LayerMap)
@@ -103,7 +103,7 @@ class ModelMaps:
         numbers = {key: number for number, key in enumerate(self.keys)}
         seen: list[LayerKey] = []
 
-        def receive(layer_map: LayerMap | LayerRows) -> None:
+        def receive(layer_map: LayerReading) -> None:
             key = layer_map.key
             seen.append(key)
             if key not in numbers:
@@ -149,7 +149,7 @@ def demand_one_stack(stacks: set[str], name: str) -> None:
 @contextmanager
 def _attached(
     source: MapSource,
-    receive: Callable[[LayerMap | LayerRows], None],
+    receive: Callable[[LayerReading], None],
     inputs: Callable[[LayerKey, Tensor], None] | None,
 ) -> Iterator[None]:
     removers: list[Callable[[], None]] = []
@@ -164,7 +164,7 @@ def _attached(
             remove()
 
 
-def _demand_map(layer_map: LayerMap | LayerRows, name: str) -> Float[Tensor, "batch head query key"]:
+def _demand_map(layer_map: LayerReading, name: str) -> Float[Tensor, "batch head query key"]:
     """Return the map of a layer in the trial run, or raise CallError if no row of it belongs to each token."""
     layer = layer_name(*layer_map.key)
     if not isinstance(layer_map, LayerMap):
