@@ -44,6 +44,10 @@ class HookedBlock:
         """The stack and the number of the layer."""
         return self.stack, self.layer
 
+    def tensor_name(self, name: str) -> str:
+        """Return the name of a tensor of the attention as TransformerLens gives it, such as blocks.0.attn.W_Q."""
+        return f"{self.name.format(layer=self.layer)}.{name}"
+
 
 def demand_known_interface(model: Any) -> None:
     """Refuse a model of a TransformerLens before 3.9, whose weight interface and bridges differ.

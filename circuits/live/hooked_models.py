@@ -165,8 +165,8 @@ def _tensor(block: HookedBlock, name: str) -> Tensor | None:
     tensor = _stored_weight(block, name)
     if tensor is None:
         return None
-    tensor = in_memory(tensor, f"{name} of layer {block.layer}")
-    demand_floating(tensor, f"{name} of layer {block.layer}")
+    tensor = in_memory(tensor, block.tensor_name(name))
+    demand_floating(tensor, block.tensor_name(name))
     return tensor
 
 
@@ -177,7 +177,7 @@ def _stored_weight(block: HookedBlock, name: str) -> Tensor | None:
         with torch.no_grad():
             return getattr(block.attention, stored if hasattr(block.attention, stored) else name, None)
     except (NotImplementedError, RuntimeError) as error:
-        raise QkovError(f"{name} of layer {block.layer} cannot be read: {error}") from error
+        raise QkovError(f"{block.tensor_name(name)} cannot be read: {error}") from error
 
 
 def _is_plain(norm: Norm) -> bool:

@@ -20,7 +20,7 @@ _READ_BY_RANGE = (".safetensors", ".safetensors.index.json")
 def load_lens_model(model: LensModel) -> Any:
     """Return a model as TransformerLens loads it, without processing its weights.
 
-    Before TransformerLens 4 it is a HookedTransformer, from then on a TransformerBridge.
+    It is a TransformerBridge; for TransformerLens' own format before version 4, a HookedTransformer.
 
     Args:
         model: The model, or one of its checkpoints.
@@ -36,15 +36,16 @@ def load_lens_model(model: LensModel) -> Any:
 
 def _loader(model: LensModel) -> Any:
     import transformer_lens
+    from transformer_lens.model_bridge import TransformerBridge
 
     kinds: Any = transformer_lens
-    try:
-        return kinds.HookedTransformer.from_pretrained_no_processing
-    except (AttributeError, ImportError):
-        from transformer_lens.model_bridge import TransformerBridge
-
-        bridge: Any = TransformerBridge
-        return bridge.boot_tl_legacy if model.in_own_format else bridge.boot_transformers
+    bridge: Any = TransformerBridge
+    if not model.in_own_format:
+        return bridge.boot_transformers
+    # Bridges load TransformerLens' own format from version 4 on, when HookedTransformer is gone.
+    if hasattr(bridge, "boot_tl_legacy"):
+        return bridge.boot_tl_legacy
+    return kinds.HookedTransformer.from_pretrained_no_processing
 
 
 def open_run_checkpoint(

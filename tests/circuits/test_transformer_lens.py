@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from qkov.analyses.attention import load_model
-from qkov.circuits import CallError, QkovError, open_checkpoint, open_model
+from qkov.circuits import CallError, QkovError, composition_scores, open_checkpoint, open_model
 from qkov.circuits.live import hooked_blocks
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -283,6 +283,16 @@ def test_a_model_with_weights_of_that_shape_is_read_and_what_its_cfg_lacks_is_no
         next(open_model(model).layers())
 
 
+def test_errors_name_a_weight_as_transformer_lens_does():
+    block: Any = nn.Module()
+    block.attn = Attention()
+    block.attn.W_V = nn.Parameter(torch.empty(2, 6, 3, device="meta"))
+    model: Any = nn.Module()
+    model.blocks, model.cfg = nn.ModuleList([block]), {"n_heads": 2}
+    with pytest.raises(QkovError, match=r"blocks\.0\.attn\.W_V"):
+        next(open_model(model).layers())
+
+
 def test_models_of_an_older_transformer_lens_are_refused_in_one_line(monkeypatch, tmp_path):
     model = bridge_of(build(EXAMPLES[0]), tmp_path)
     for supported in ("3.10.0", "0.0.0"):
@@ -329,3 +339,15 @@ def test_circuits_inside_a_hook_are_those_of_the_weights_that_the_model_has_then
     bridge.run_with_hooks(tokens, fwd_hooks=hooks)
     assert torch.equal(seen[0], before[0])
     torch.testing.assert_close(seen[1], 2 * before[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("basis", ["raw", *MODES])
+@pytest.mark.parametrize("plain", EXAMPLES[:2], ids=lambda plain: plain.model)
+def test_composition_scores_are_those_of_the_bridge(plain, basis, tmp_path):
+    bridge = bridge_of(build(plain), tmp_path, **MODES.get(basis, {}))
+    pairs = list(composition_scores(open_model(bridge).layers(), basis))
+    for kind in "QKV":
+        theirs = bridge.all_composition_scores(kind).scores
+        for pair in pairs:
+            scores = theirs[pair.earlier, :, pair.later].double()
+            torch.testing.assert_close(pair.scores[kind], scores, rtol=1e-5, atol=1e-6)

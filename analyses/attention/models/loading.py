@@ -160,8 +160,8 @@ def _by_transformer_lens(
     loaded = load_lens_model(model)
     # A bridge prints what it is moved to.
     with _in_one_line(str(model)), quiet():
-        loaded.to(device=device, dtype=dtype)
-        return HookedModel(loaded, name=str(model), mask_token=mask_token)
+        # HookedTransformer takes one at a time.
+        return HookedModel(loaded.to(device).to(dtype), name=str(model), mask_token=mask_token)
 
 
 def _demand_files(folder: Path) -> None:
