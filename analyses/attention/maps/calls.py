@@ -185,7 +185,7 @@ def _run(
 @functools.cache
 def _not_compiled() -> Callable[..., Any]:
     """Return `_run` so that torch.compile leaves it, and what it calls, as it is: a compiled part would not be seen."""
-    return torch.compiler.disable(_run, reason="qkov watches this module")
+    return torch.compiler.disable(_run)
 
 
 _METHODS: dict[tuple[type[nn.Module], str], _Method] = {}
