@@ -178,15 +178,36 @@ def test_a_tensor_that_the_family_has_not_is_evidence(tmp_path: Path) -> None:
     assert layers_of(path)[0].facts.unknown == {"sinks"}
 
 
-def test_an_old_file_of_phi3_does_not_state_its_window(tmp_path: Path) -> None:
-    model = build(BY_NAME["phi3"])
+@pytest.mark.parametrize(("architecture", "name"), [("phi3", "phi3"), ("gpt-oss", "gpt_oss")])
+def test_a_window_that_is_not_stated_is_unknown(architecture: str, name: str, tmp_path: Path) -> None:
+    """The first files of Phi-3 did not state it; transformers would take 128 tokens for gpt-oss."""
+    model = build(BY_NAME[name])
 
     def parameters(writer: gguf.GGUFWriter) -> None:
-        PARAMETERS["phi3"](writer, model.config.to_dict())
-        del writer.kv_data[0]["phi3.attention.sliding_window"]
+        PARAMETERS[architecture](writer, model.config.to_dict())
+        del writer.kv_data[0][f"{architecture}.attention.sliding_window"]
 
-    path = write(tmp_path / "model.gguf", "phi3", parameters, converted(model, "phi3"))
-    assert layers_of(path)[0].facts.unknown == {"window"}
+    path = write(tmp_path / "model.gguf", architecture, parameters, converted(model, architecture))
+    assert {(weights.facts.window, weights.facts.unknown) for weights in layers_of(path)} == {
+        (None, frozenset({"window"}))
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "tensor", "parts"),
+    [
+        ("llama", "llama", "blk.0.attn_q.weight", 8),
+        ("bloom 4 heads", "bloom", "blk.0.attn_qkv.weight", 12),
+    ],
+)
+def test_rows_that_are_not_those_of_so_many_heads(
+    name: str, architecture: str, tensor: str, parts: int, tmp_path: Path
+) -> None:
+    model = build(BY_NAME[name])
+    tensors = {key: value[:-1] if key == tensor else value for key, value in converted(model, architecture).items()}
+    parameters = PARAMETERS[architecture]
+    path = write(tmp_path / "m.gguf", architecture, lambda writer: parameters(writer, model.config.to_dict()), tensors)
+    refused(path, rf"{tensor} of shape \[\d+, 48\] does not consist of {parts} equal parts")
 
 
 def test_a_window_in_every_other_layer(tmp_path: Path) -> None:

@@ -19,17 +19,19 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class LeftOpen:
-    """A fact that a file does not determine, if its model has a certain name, or has or lacks something.
+    """Facts that a file does not determine, if its model has a certain name, or has or lacks something.
 
     Attributes:
-        fact: The fact.
+        facts: The names of the facts.
+        reason: Why it does not.
         key: The key that the metadata lack.
         tensor: The tensor that the file has.
         name: A word in the names of the model.
         but_not: A word that is not in them.
     """
 
-    fact: str
+    facts: tuple[str, ...]
+    reason: str
     key: str | None = None
     tensor: str | None = None
     name: str | None = None
@@ -89,6 +91,8 @@ def _converted(entry: dict[str, Any], names: dict[str, dict[str, str]]) -> Conve
         "names": names[entry.get("names", "separate")],
         "keys": _KEYS | entry.get("keys", {}),
         "undo": tuple(entry.get("undo", ())),
-        "leaves_open": tuple(LeftOpen(**each) for each in entry.get("leaves_open", ())),
+        "leaves_open": tuple(
+            LeftOpen(**each | {"facts": tuple(each["facts"])}) for each in entry.get("leaves_open", ())
+        ),
     }
     return Converted(**stated)

@@ -59,7 +59,7 @@ def stated_config(metadata: Metadata, converted: Converted, layers: int) -> dict
         _set(config, "num_key_value_heads", heads.key_value)
     # Where no width is stated, llama.cpp divides, whatever transformers takes for the family.
     _set(config, converted.keys["attention.key_length"], width)
-    if converted.wide_scale is not None and width is not None and isinstance(heads.query, int):
+    if converted.wide_scale is not None and width is not None and isinstance(heads.query, int) and heads.query:
         # The file does not state the scale of the scores; llama.cpp chooses it by the number of layers.
         is_wide = metadata.whole("block_count") == converted.wide_scale
         config["query_pre_attn_scalar"] = (metadata.whole("embedding_length") or 0) // heads.query if is_wide else width

@@ -20,6 +20,7 @@ _CHANGES = {
     "rope.scaling.yarn_ext_factor": ("rotary",),
     "rope.scaling.yarn_log_multiplier": ("rotary",),
 }
+_READ_WITHOUT = "in the metadata, which this architecture is read without"
 _CAUSAL, _LOCAL_BASE, _ROTATES = "attention.causal", "rope.freq_base_swa", "rope.scaling.finetuned"
 
 
@@ -36,31 +37,31 @@ def doubts_about(
     doubts: dict[str, tuple[tuple[str, ...], str]] = {}
     for key, facts in _CHANGES.items():
         if key not in converted.keys and not _is_off(metadata.value(key)):
-            doubts[_words(metadata, key)] = facts, "in the metadata, which this architecture is read without"
+            doubts[_words(metadata, key)] = facts, _READ_WITHOUT
     causal = metadata.value(_CAUSAL)
     if causal is not None and bool(causal) != converted.is_causal:
-        doubts[_words(metadata, _CAUSAL)] = ("causal",), "in the metadata, which this architecture is read without"
+        doubts[_words(metadata, _CAUSAL)] = ("causal",), _READ_WITHOUT
     local = metadata.value(_LOCAL_BASE)
     if not converted.has_local_base and local not in (None, metadata.value("rope.freq_base")):
-        doubts[_words(metadata, _LOCAL_BASE)] = ("rotary",), "in the metadata, which this architecture is read without"
+        doubts[_words(metadata, _LOCAL_BASE)] = ("rotary",), _READ_WITHOUT
     if converted.score_scale is not None and metadata.value(_ROTATES) is False:
         doubts[_words(metadata, _ROTATES)] = ("positions", "rotary"), "in the metadata, so nothing may rotate"
-    for open_fact in converted.leaves_open:
-        what = _left_open(open_fact, metadata, tensors)
+    for left_open in converted.leaves_open:
+        what = _what_leaves_open(left_open, metadata, tensors)
         if what is not None:
-            facts = ("positions", "rotary") if open_fact.fact == "positions" else (open_fact.fact,)
-            doubts[what] = facts, "llama.cpp's converter does not store it for such a model"
+            doubts[what] = left_open.facts, left_open.reason
     return doubts
 
 
-def _left_open(fact: LeftOpen, metadata: Metadata, tensors: Container[str]) -> str | None:
-    """Return what the file has or lacks that leaves a fact open, or None."""
-    if fact.key is not None and metadata.value(fact.key) is None:
-        return f"no {metadata.architecture}.{fact.key} in the metadata"
-    if fact.tensor is not None and fact.tensor in tensors:
-        return fact.tensor
-    if fact.name is not None and metadata.is_named(fact.name):
-        return None if fact.but_not is not None and metadata.is_named(fact.but_not) else f"the name {fact.name!r}"
+def _what_leaves_open(left_open: LeftOpen, metadata: Metadata, tensors: Container[str]) -> str | None:
+    """Return what the file has or lacks that leaves facts open, or None."""
+    key, tensor, name, but_not = left_open.key, left_open.tensor, left_open.name, left_open.but_not
+    if key is not None and metadata.value(key) is None:
+        return f"no {metadata.architecture}.{key} in the metadata"
+    if tensor is not None and tensor in tensors:
+        return tensor
+    if name is not None and metadata.is_named(name) and not (but_not is not None and metadata.is_named(but_not)):
+        return f"the name {name!r} in the metadata"
     return None
 
 
