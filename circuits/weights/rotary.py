@@ -81,12 +81,16 @@ class Rotary:
                 f"rotary tables must have the same shape, at least two positions and an even number of dimensions, "
                 f"got {list(sine.shape)} and {list(cosine.shape)}"
             )
-        angles = torch.atan2(upcast(sine[1]), upcast(cosine[1]))
-        first, second = angles.chunk(2)
-        if torch.equal(first, second):
-            return cls(len(angles), "halves", tuple(first.tolist()))
-        if torch.equal(angles[::2], angles[1::2]):
-            return cls(len(angles), "adjacent", tuple(angles[::2].tolist()))
+        at_one = torch.stack([upcast(sine[1]), upcast(cosine[1])])
+        pairs: dict[Pairing, tuple[Tensor, Tensor]] = {
+            "halves": (at_one[:, : at_one.shape[1] // 2], at_one[:, at_one.shape[1] // 2 :]),
+            "adjacent": (at_one[:, ::2], at_one[:, 1::2]),
+        }
+        # The last digit of torch's sine of an angle depends on where the angle stands in its tensor.
+        rounding = 4 * torch.finfo(sine.dtype).eps
+        for pairing, (first, second) in pairs.items():
+            if torch.allclose(first, second, rtol=0, atol=rounding):
+                return cls(sine.shape[1], pairing, tuple(torch.atan2(*first).tolist()))
         raise CallError("rotary tables pair the dimensions neither by halves nor by neighbours")
 
     def rotate(self, rows: Float[Tensor, "*batch d_head"], offset: int) -> Float64[Tensor, "*batch d_head"]:

@@ -287,3 +287,18 @@ def test_without_groups_the_circuits_of_groups_are_those_of_heads():
     weights = layer()
     assert torch.equal(weights.qk_groups().dense(), weights.qk().dense())
     assert torch.equal(weights.ov_groups().dense(), weights.ov().dense())
+
+
+@pytest.mark.parametrize("missing", ["W_Q", "W_K", "W_V", "W_O"])
+def test_a_circuit_takes_both_of_its_factors(missing):
+    tensors = {name: torch.ones(2, 8, 4) for name in ("W_Q", "W_K", "W_V")} | {"W_O": torch.ones(2, 4, 8)}
+    del tensors[missing]
+    weights = AttentionWeights(3, **tensors)
+    if missing in ("W_Q", "W_K"):
+        with pytest.raises(CallError, match="layer 3 has no W_QK, which takes W_Q and W_K"):
+            weights.qk()
+        assert weights.ov().shape == (2, 8, 8)
+    else:
+        with pytest.raises(CallError, match="layer 3 has no W_OV, which takes W_V and W_O"):
+            weights.ov()
+        assert weights.qk().shape == (2, 8, 8)

@@ -36,6 +36,14 @@ def test_a_scale_by_the_inverse_layer_divides_by_the_number_of_the_layer():
     assert facts(layer=3).score_scale == pytest.approx(D_HEAD**-0.5)
 
 
+def test_a_config_that_states_no_scale_has_the_usual_one():
+    stated = config()
+    del stated.attn_scale
+    assert facts_of(stated, SimpleNamespace(attn_type="global"), "", 0, D_HEAD).score_scale == pytest.approx(
+        D_HEAD**-0.5
+    )
+
+
 def test_a_scale_that_is_not_used_is_one():
     assert facts(use_attn_scale=False, attn_scale=3.0).score_scale == 1
     assert facts(attn_scale=0.5).score_scale == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import Circuit, Preconditioner, agreement, imbalance, measure
-from qkov.circuits.algebra.exponents import in_range, times_power_of_two
+from qkov.circuits.algebra.exponents import in_range, is_in_range, times_power_of_two
 from qkov.circuits.algebra.preconditioner import largest_rate, mean_rate, self_rate
 from torch import Tensor
 
@@ -167,6 +167,20 @@ def test_rates_are_finite_even_if_intermediate_sums_are_not() -> None:
     assert largest_rate(values).isinf()
     values = 1.7e308 * torch.tensor([1.0, *[0.4] * 60], dtype=torch.float64)
     assert self_rate(values).item() == pytest.approx(1.7e308 * (2 * (1 + 60 * 0.4**3) / (1 + 60 * 0.4**2)), rel=1e-14)
+
+
+@pytest.mark.parametrize(("power", "stays"), [(149, True), (-151, True), (150, False), (-152, False)])
+def test_factors_leave_the_range_above_an_exponent_of_150_and_below_one_of_minus_150(power: int, stays: bool) -> None:
+    """frexp's exponent of 2^n is n + 1; one matrix of the batch is of ordinary size."""
+    matrices = torch.eye(3, dtype=torch.float64) * torch.tensor([2.0**power, 1.0], dtype=torch.float64)[:, None, None]
+    scaled, exponent = in_range(matrices)
+    assert is_in_range(matrices) is stays
+    assert torch.equal(scaled, matrices) is stays
+    if isinstance(exponent, int):
+        assert (exponent, stays) == (0, True)
+        return
+    assert exponent.tolist() == [power + 1, 0]
+    assert torch.equal(times_power_of_two(scaled, exponent[:, None, None]), matrices)
 
 
 def test_factors_in_range_are_not_scaled() -> None:

@@ -138,7 +138,7 @@ def test_an_offset_is_refused_if_it_is_unknown_whether_positions_rotate():
         weights.qk(rotary_offset=1)
 
 
-@pytest.mark.parametrize("rotary", ROTARIES[:3], ids=str)
+@pytest.mark.parametrize("rotary", ROTARIES[:3], ids=("halves", "adjacent", "some dimensions"))
 def test_tables_of_sines_and_cosines_give_the_rotation_back(rotary):
     frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
     pairs = frequencies.repeat(2) if rotary.pairing == "halves" else frequencies.repeat_interleave(2)
@@ -146,6 +146,21 @@ def test_tables_of_sines_and_cosines_give_the_rotation_back(rotary):
     of_tables = Rotary.of_tables(angles.sin(), angles.cos())
     assert (of_tables.dims, of_tables.pairing) == (rotary.dims, rotary.pairing)
     assert of_tables.frequencies == pytest.approx(rotary.frequencies, rel=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rotary", ROTARIES[:3], ids=("halves", "adjacent", "some dimensions"))
+def test_tables_that_are_rounded_in_their_last_digit_pair_all_the_same(rotary, dtype):
+    frequencies = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    pairs = frequencies.repeat(2) if rotary.pairing == "halves" else frequencies.repeat_interleave(2)
+    sine, cosine = (table.to(dtype).repeat(2, 1) for table in (pairs.sin(), pairs.cos()))
+    sine[1, -1] = torch.nextafter(sine[1, -1], torch.ones((), dtype=dtype))
+    of_tables = Rotary.of_tables(sine, cosine)
+    assert (of_tables.dims, of_tables.pairing) == (rotary.dims, rotary.pairing)
+    assert of_tables.frequencies == pytest.approx(rotary.frequencies, rel=100 * torch.finfo(dtype).eps)
+    sine[1, -1] += 1e-3
+    with pytest.raises(CallError, match="neither by halves nor by neighbours"):
+        Rotary.of_tables(sine, cosine)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 3), (0, 4)], ids=str)
