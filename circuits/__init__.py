@@ -47,6 +47,7 @@ The names in groups:
     Its preconditioner             Preconditioner, Eigenvalues, agreement, Agreement, exact_step, imbalance
     The weights of one layer       AttentionWeights, AttentionFacts, Norm, HeadNorm, Rotary, Basis, BASES
     Circuits of several layers     composition_scores, LayerComposition
+    A bound on scores              score_bound
     Reading checkpoints            open_checkpoint, OpenCheckpoint, inspect_checkpoint, find_checkpoints, Checkpoint
     How to read them               ReadingOptions, read_mapping, Mapping
     Reading live models            open_model, OpenHookedModel
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from .weights.composition import LayerComposition, composition_scores
     from .weights.norms import BASES, Basis, HeadNorm, Norm
     from .weights.rotary import Rotary
+    from .weights.score_bound import score_bound
     from .weights.source import AttentionSource
 
 __all__ = [
@@ -114,6 +116,7 @@ __all__ = [
     "open_checkpoint",
     "open_model",
     "read_mapping",
+    "score_bound",
 ]
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -52,6 +52,7 @@ class AttentionProbe:
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
     | `largest` | | max_j p_ij |
     | `no_token` | | 1 - sum_j w_ij before normalisation: what went to learned sinks, padding, dropped weights |
+    | `max_logit` | | the largest score before the softmax: a maximum over queries, not a mean; fused kernels only |
     | `rollout` | | mass of (A_L ... A_1) on the relevant tokens at the readout position, in `examples()` |
 
     `relevant_at_readout` and `chance_at_readout` are taken at one query of each example and averaged over examples.
@@ -61,16 +62,23 @@ class AttentionProbe:
         model.run_with_hooks(tokens, fwd_hooks=[*probe.fwd_hooks, ("blocks.0.attn.hook_z", ablate_head)])
 
     A probe works on models with TransformerLens' hook points (HookedTransformer, TransformerBridge), on models of
-    transformers with eager attention, on torch.nn.MultiheadAttention alone or in a model, and on this project's
-    SingleLayerAttention. The model stays in the mode that it is in; what it returns, its random numbers and its
-    gradients stay the same to the bit. The model gets no hook and no attribute, so that a copy that is made of it
-    inside the context (by copy, pickle, torch.save or an average of weights) is a plain model with its own weights,
-    unwatched.
+    transformers, on torch.nn.MultiheadAttention alone or in a model, on a user's own modules that call torch's
+    scaled_dot_product_attention, and on this project's SingleLayerAttention. The model stays in the mode that it is in;
+    what it returns, its random numbers and its gradients stay the same to the bit. The model gets no hook and no
+    attribute, so that a copy that is made of it inside the context (by copy, pickle, torch.save or an average of
+    weights) is a plain model with its own weights, unwatched.
     Several probes and the user's own hooks can be used together; a probe sees a map as all of the user's hooks have
     left it. In training mode, models of transformers give maps after dropout, which are the maps that the model used;
     those of torch.nn.MultiheadAttention are maps before dropout. The table and the card say which. A call counts once
     it has ended; what the backward pass computes a second time does not count, nor do calls of parts of the model, but
     for the encoder that `generate` calls apart, which is a call of its own with examples of its own.
+
+    Where attention is eager, the maps that the model forms are measured. Fused kernels (sdpa, flash, flex) form none:
+    there the weights are computed a second time from the queries and keys that the kernel got, in float32 or better,
+    before dropout, some queries at a time, so that no whole map is held unless `maps` asks for it. The kernel runs as
+    it is. The score of query i and key j is softcap(scale q_i . k_j); `max_logit` is the largest over the pairs of
+    tokens that the mask allows, without what masks and relative positions add to it. It is NaN where a layer gave a
+    map, which does not tell its scores; `qkov.circuits.score_bound` bounds it from the weights.
 
     Positions come from what the call says: the cache and its kind, cache_position, the mask, position_ids. A token that
     a layer has dropped, as a sliding window does, has no weight, so that a call with cached keys gives the figures that
@@ -113,7 +121,7 @@ class AttentionProbe:
             relevant: True or 1 for the relevant tokens, [position] for all examples or [batch, position]; or a function
                 of the tokens that returns such a mask. `probe.relevant = ...` sets it for the next call. In `generate`
                 it may be as long as the prompt.
-            measures: The names of the measures to take.
+            measures: The names of the measures to take; all by default, `max_logit` only where attention is fused.
             mask: True or 1 where there is a token, in the same forms. The default is the mask that the model is called
                 with (attention_mask, or key_padding_mask with its opposite sense); if there is none, every position is
                 a token.
@@ -127,7 +135,8 @@ class AttentionProbe:
             tokens: Labels of the tokens, for maps in the figure.
 
         Raises:
-            CallError: No attention was found, or it is fused, or an argument is none of the above.
+            CallError: No attention was found, or how it calls its kernel is not known, or an argument is none of the
+                above.
         """
         known = isinstance(measures, Sequence) and not isinstance(measures, str) and set(measures) <= set(MEASURES)
         if measures is not None and not known:
