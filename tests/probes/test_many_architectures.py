@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from qkov.analyses.attention.models.transformers import TransformersCausalLM
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
@@ -267,3 +268,16 @@ def test_the_logits_that_are_explained_are_the_model_s_own(family):
         by_embeddings = adapted.logits(ids, mask, embedded=adapted.embed(ids))
     for logits in (by_ids, by_embeddings):
         torch.testing.assert_close(logits[mask], own[mask], rtol=1e-5, atol=1e-5 * float(own.abs().max()))
+
+
+@wants([family for family in DECODERS if getattr(transformers, family.model)._supports_sdpa])
+def test_a_decoder_with_sdpa_has_the_figures_of_its_eager_attention(family):
+    model, (ids, mask) = build(family).float(), text("left")
+    relevant, given = relevant_keys(ids.shape), {"input_ids": ids, "attention_mask": mask.long()}
+    with torch.no_grad():
+        maps = numpys(attentions(model(**given, output_attentions=True).attentions))
+        model.set_attn_implementation("sdpa")
+        with AttentionProbe(model, relevant=relevant) as probe:
+            model(**given)
+    calls = [[Call(layer, mask.numpy(), mask.numpy(), 0, relevant.numpy())] for layer in maps]
+    compared(probe.table(), table_of(calls), 1e-5)
