@@ -183,6 +183,14 @@ def test_factors_leave_the_range_above_an_exponent_of_150_and_below_one_of_minus
     assert torch.equal(times_power_of_two(scaled, exponent[:, None, None]), matrices)
 
 
+@pytest.mark.parametrize("entry", [0.0, math.inf, -math.inf, math.nan])
+def test_a_matrix_of_zeros_or_one_that_is_not_finite_is_not_in_range_and_not_scaled(entry: float) -> None:
+    matrices = torch.stack([torch.eye(3, dtype=torch.float64), torch.full((3, 3), entry, dtype=torch.float64)])
+    assert not is_in_range(matrices)
+    same, exponent = in_range(matrices)
+    assert (same.data_ptr(), exponent) == (matrices.data_ptr(), 0)
+
+
 def test_factors_in_range_are_not_scaled() -> None:
     for factor in (random(3, 4, 5), random(3, 4, 5).float(), torch.zeros(3, 4, 5, dtype=torch.float64)):
         same, exponent = in_range(factor)

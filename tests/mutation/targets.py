@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "circuits/checkpoints/quantised.py": _tests("circuits", "quantised"),
     "circuits/checkpoints/views/effective.py": _tests("circuits", "effective_weights"),
     "circuits/architectures/layouts.py": _tests("circuits", "layouts", "heads", "mapping", "live_models"),
-    "circuits/reading/layer.py": _tests("circuits", "mapping", "heads", "reading"),
+    "circuits/reading/layer.py": _tests("circuits", "mapping", "heads", "reading", "transformer_lens_files"),
     "circuits/live/tensors.py": _tests("circuits", "live_models", "transformer_lens"),
     "circuits/live/hooked_blocks.py": _tests("circuits", "transformer_lens"),
     "circuits/live/hooked_facts.py": _tests("circuits", "hooked_facts", "transformer_lens"),
