@@ -121,8 +121,13 @@ def test_an_encoder_and_a_decoder_of_other_makes_are_told_apart():
         parts = {"encoder": transformers.BertModel(side), "decoder": transformers.BertLMHeadModel(other)}
         return transformers.EncoderDecoderModel(**parts).eval()
 
-    with pytest.raises(CallError, match="the attention of EncoderDecoderModel is sdpa"):
-        AttentionProbe(eager(composed("sdpa")))
+    # The encoder keeps the kernel that it was built with, whatever the whole is set to.
+    fused = eager(composed("sdpa"))
+    with torch.no_grad(), AttentionProbe(fused) as probe:
+        fused(IDS, attention_mask=MASK.long(), decoder_input_ids=IDS[:, :4])
+    table = probe.table()
+    assert (table["max_logit"].notna() == (table["stack"] == "encoder")).all()
+    assert table["entropy"].notna().all()
     model = composed("eager")
     with torch.no_grad(), AttentionProbe(model, relevant=RELEVANT) as probe:
         output = model(IDS, attention_mask=MASK.long(), decoder_input_ids=IDS[:, :4], output_attentions=True)
@@ -168,14 +173,16 @@ def test_a_part_of_a_model_can_be_watched_alone_and_a_model_around_another():
         around(IDS)
 
 
-def test_fused_attention_is_refused_with_the_remedy():
-    model = transformers.GPT2LMHeadModel(gpt2(attn_implementation="sdpa")).eval()
-    with pytest.raises(CallError, match=r"the attention of GPT2LMHeadModel is sdpa.*attn_implementation='eager'"):
-        AttentionProbe(model)
-    probe = AttentionProbe(eager(model))
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(CallError, match="layer 0 of GPT2LMHeadModel gave no attention map; fused"), probe:
+def test_attention_that_becomes_fused_inside_the_block_is_refused_and_before_it_is_measured():
+    model = eager(transformers.GPT2LMHeadModel(gpt2(attn_implementation="sdpa")).eval())
+    probe = AttentionProbe(model)
+    with probe:
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(CallError, match="layer 0 of GPT2LMHeadModel gave no attention map; fused"):
+            model(IDS)
+    with torch.no_grad(), probe:
         model(IDS)
+    assert set(probe.table()["queries"]) == {27}
 
 
 @pytest.mark.filterwarnings("ignore")

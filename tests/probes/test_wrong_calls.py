@@ -10,8 +10,8 @@ NUMBERS = " should be a tensor, or numbers that torch can make a tensor of, got 
 STEPS = "every should be a whole number of at least 1, some steps, or a function of the step, got "
 PARAMS = "a parameter group should have the key 'params', got "
 EXPECTED = {
-    "measures": "measures should be some of entropy, relevant, sink, self, previous, next, largest, no_token, rollout, "
-    "got None",
+    "measures": "measures should be some of entropy, relevant, sink, self, previous, next, largest, no_token, "
+    "max_logit, rollout, got 3",
     "rollout": "rollout should be a Rollout, got 'none'; to leave it out, leave it out of measures",
     "maps, one pair": PAIRS + "(0, 1)",
     "maps, a number": PAIRS + "3",

@@ -32,7 +32,7 @@ def main() -> None:
         circuit_parameter_groups(split, *given, **options)
 
     calls: dict[str, Callable[[], object]] = {
-        "measures": lambda: seen(measures=None),
+        "measures": lambda: seen(measures=3),
         "rollout": lambda: seen(rollout="none"),
         "maps, one pair": lambda: seen(maps=(0, 1)),
         "maps, a number": lambda: seen(maps=3),
