@@ -5,7 +5,7 @@ import pytest
 import torch
 from qkov.circuits import AttentionWeights, Circuit, Norm
 from qkov.circuits.algebra.circuit import FoldedCircuit
-from qkov.circuits.algebra.gram import Folded, _of_thread, gram
+from qkov.circuits.algebra.gram import Folded, _Blocks, _of_thread, gram
 from qkov.circuits.algebra.products import SCRATCH_ELEMENTS
 
 LAYOUTS = {
@@ -36,6 +36,12 @@ def test_gram_matrices_are_those_of_the_folded_factor(layout, dtype, has_gain, c
     np.testing.assert_allclose(gram(folded).numpy(), wanted, rtol=1e-13, atol=1e-13 * np.abs(wanted).max())
     np.testing.assert_allclose(folded.dense.numpy(), dense, rtol=1e-14, atol=1e-15)
     assert torch.equal(W, before)
+
+
+@pytest.mark.parametrize("layout", ["rows together", "columns together"])
+def test_blocks_are_read_in_the_order_in_which_they_are_stored(layout):
+    """Which is as fast as memory."""
+    assert _Blocks(LAYOUTS[layout](torch.randn(3, 50, 7)), None).matrices.is_contiguous()
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, 30.0, 1e4, 1e6])

@@ -47,6 +47,8 @@ def test_a_config_that_states_no_scale_has_the_usual_one():
 def test_a_scale_that_is_not_used_is_one():
     assert facts(use_attn_scale=False, attn_scale=3.0).score_scale == 1
     assert facts(attn_scale=0.5).score_scale == 2
+    native = facts(use_attn_scale=False, attn_scale=3.0, architecture="TransformerLensNative")
+    assert native.score_scale == pytest.approx(D_HEAD**-0.5)
 
 
 @pytest.mark.parametrize(("stated", "cap"), [(0.5, 0.5), (30.0, 30.0), (-1.0, None), (0.0, None), (None, None)])
