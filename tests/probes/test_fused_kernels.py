@@ -304,6 +304,37 @@ def test_a_user_s_own_modules_with_torch_s_kernel():
     np.testing.assert_allclose(probe.table()["max_logit"], largest, rtol=1e-5)
 
 
+class SinglePrecision(nn.Module):
+    """A layer that gives torch's kernel queries and keys in float32, whatever autocast makes of its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = nn.Linear(24, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).float().reshape(*x.shape[:2], 2, 4, 6).permute(2, 0, 3, 1, 4) * 1.001
+        return functional.scaled_dot_product_attention(q, k, k)
+
+
+def test_the_kernel_s_own_precision_under_autocast():
+    torch.manual_seed(0)
+    layer, x = SinglePrecision(), 3 * torch.randn(2, 7, 24)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with Recorded() as recorded:
+            outside = layer(x)
+        with AttentionProbe(layer, maps="all") as probe:
+            assert torch.equal(layer(x), outside)
+    got = recorded.calls[0][0]
+    assert got["query"].dtype == torch.float32
+    assert outside.dtype == torch.bfloat16
+    visible = np.ones((7, 7), dtype=bool)
+    weights, _ = plain_attention(got["query"].bfloat16(), got["key"].bfloat16(), 6**-0.5, visible)
+    others, _ = plain_attention(got["query"], got["key"], 6**-0.5, visible)
+    kept = np.stack([plain(probe.maps[0, head][0]) for head in range(4)], axis=1)
+    np.testing.assert_allclose(kept, weights, atol=1e-6)
+    assert np.abs(others - weights).max() > 1e-4
+
+
 def test_dropout_of_a_kernel_is_not_in_the_figures_and_leaves_random_numbers_alone():
     torch.manual_seed(0)
     layer, x = Vision(), torch.randn(2, 7, 24)

@@ -24,6 +24,8 @@ def flex_call(
         given: The other arguments by name.
     """
     mask, scale = given.get("attention_mask"), given.get("scaling")
+    if given.get("head_mask") is not None:
+        return "it was called with head_mask, which is not read"
     masks: list[MaskRows] = []
     if isinstance(mask, BlockMask):
         masks.append(_of_blocks(mask, key.shape[2]))

@@ -37,7 +37,7 @@ class LayerMasks:
     def __init__(self) -> None:
         """Begin with nothing."""
         self._read: dict[Any, tuple[Any, Tensor | None]] = {}
-        self._of_kernels: dict[int, tuple[Any, Tensor | None]] = {}
+        self._of_kernels: dict[Any, tuple[Any, Tensor | None]] = {}
 
     def forget(self) -> None:
         """Forget the call that was in progress."""
@@ -52,9 +52,11 @@ class LayerMasks:
         mask = call.mask
         if mask is None or mask.shape[-1] != call.shape[-1]:
             return None
-        if id(mask) not in self._of_kernels:
-            self._of_kernels[id(mask)] = (mask, seen_in(mask))
-        return self._of_kernels[id(mask)][1]
+        # transformers 4 cuts the mask anew for every layer; as it is kept here, no other tensor takes its place.
+        known = (mask.data_ptr(), mask.dtype, mask.shape, mask.stride())
+        if known not in self._of_kernels:
+            self._of_kernels[known] = (mask, seen_in(mask))
+        return self._of_kernels[known][1]
 
     def seen(
         self, module: nn.Module, arguments: Mapping[str, Any], attention: Float[Tensor, "batch head query key"]
