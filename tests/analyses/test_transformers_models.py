@@ -246,6 +246,18 @@ def test_sequences_longer_than_the_context_are_refused(config, context):
         adapted.logits(torch.full((1, context + 1), 9), torch.ones(1, context + 1, dtype=torch.bool))
 
 
+@pytest.mark.parametrize(("unknown", "named"), [(VOCABULARY, f"{VOCABULARY}"), (-1, "-1")])
+def test_ids_that_are_not_in_the_vocabulary_are_refused(unknown, named):
+    adapted = TransformersCausalLM(transformers.GPT2LMHeadModel(gpt2()), name="a model")
+    tokens, mask = torch.tensor([[9, unknown]]), torch.ones(1, 2, dtype=torch.bool)
+    refusal = f"a model has a vocabulary of {VOCABULARY} tokens, and a sequence has the id {named}; use the tokenizer"
+    with pytest.raises(CallError, match=refusal):
+        adapted.logits(tokens, mask)
+    with pytest.raises(CallError, match=refusal):
+        adapted.embed(tokens)
+    adapted.logits(tokens.clamp(0, VOCABULARY - 1), mask)
+
+
 def test_padding_that_the_vocabulary_lacks_is_no_padding_of_its_own():
     model = transformers.GPT2LMHeadModel(gpt2(pad_token_id=None))
     adapted = TransformersCausalLM(model)

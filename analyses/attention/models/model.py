@@ -106,6 +106,7 @@ class AttentionModel(ABC):
         heads: Number of heads of each layer.
         causal: Whether a token sees only those before it.
         context: The longest sequence that it takes; None if there is no limit.
+        vocabulary: The number of tokens that it has embeddings of; None if that is not known.
         pad: The id that fills up a batch; the mask hides it.
         residual_stream: Whether what a layer reads is carried past its attention, as rollout assumes.
         own_padding: Whether `pad` is the vocabulary's own padding token, and not some other id that serves as padding.
@@ -125,6 +126,7 @@ class AttentionModel(ABC):
     pad: int
     mask_token: int | None
     classifies: bool
+    vocabulary: int | None = None
     class_names: tuple[str, ...] = ()
     residual_stream: bool = True
     own_padding: bool = True
@@ -236,12 +238,19 @@ class AttentionModel(ABC):
                     batch.tokens, batch.mask, positions, maps=maps, inputs=inputs, token_types=batch.token_types
                 )
 
-    def demand_context(self, tokens: Int[Tensor, "batch position"]) -> None:
-        """Refuse sequences that are longer than the model takes.
+    def demand_tokens(self, tokens: Int[Tensor, "batch position"]) -> None:
+        """Refuse sequences that are longer than the model takes, or have ids that its vocabulary does not.
 
         Raises:
-            CallError: They are.
+            CallError: They are longer, or have such ids.
         """
+        if self.vocabulary is not None and tokens.numel():
+            lowest, highest = int(tokens.min()), int(tokens.max())
+            if lowest < 0 or highest >= self.vocabulary:
+                raise CallError(
+                    f"{self.name} has a vocabulary of {self.vocabulary} tokens, and a sequence has the id "
+                    f"{lowest if lowest < 0 else highest}; use the tokenizer with which the model was trained"
+                )
         if self.context is not None and tokens.shape[1] > self.context:
             raise CallError(
                 f"{self.name} takes at most {self.context} tokens, got {tokens.shape[1]}; cut the text to its context"

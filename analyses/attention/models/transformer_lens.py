@@ -52,6 +52,7 @@ class HookedModel(AttentionModel):
             )
         unbounded = getattr(cfg, "positional_embedding_type", None) == "alibi"
         self.context = None if unbounded else cfg.n_ctx
+        self.vocabulary = cfg.d_vocab
         tokenizer = getattr(model, "tokenizer", None)
         pad = getattr(tokenizer, "pad_token_id", None)
         self.own_padding = isinstance(pad, int) and pad < cfg.d_vocab
@@ -76,7 +77,7 @@ class HookedModel(AttentionModel):
         token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`. Logits in half precision are returned as float32."""
-        self.demand_context(tokens)
+        self.demand_tokens(tokens)
         self.demand_no_token_types(token_types)
         hooks = [] if embedded is None else [("hook_embed", lambda _value, **_hook: embedded)]
         reads = maps is not None or inputs is not None
@@ -92,8 +93,10 @@ class HookedModel(AttentionModel):
         """Return what passes the hook of the token embedding.
 
         Raises:
+            CallError: An id is not in the vocabulary, or a sequence is longer than the context.
             QkovError: The hook did not fire.
         """
+        self.demand_tokens(tokens)
         seen: list[Tensor] = []
         with (
             evaluation_mode(self._model),

@@ -48,7 +48,7 @@ class TransformersModel(AttentionModel):
             demand_one_stack({"encoder", "decoder"}, self.name)
         self._model = model
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self.vocabulary = self._vocabulary = model.get_input_embeddings().weight.shape[0]
         pad = getattr(config, "pad_token_id", None)
         self.own_padding = isinstance(pad, int) and 0 <= pad < self._vocabulary
         self.pad = int(pad) if self.own_padding and pad is not None else 0
@@ -92,7 +92,7 @@ class TransformersModel(AttentionModel):
         token_types: Int[Tensor, "batch position"] | None = None,
     ) -> Float[Tensor, "batch *position output"]:
         """Run the model; see `AttentionModel`. Logits in half precision are returned as float32."""
-        self.demand_context(tokens)
+        self.demand_tokens(tokens)
         self._demand_token_types(token_types)
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         token_types = None if token_types is None else token_types.to(self.device)
@@ -104,7 +104,12 @@ class TransformersModel(AttentionModel):
                 return self._run(tokens, mask, options, token_types)
 
     def embed(self, tokens: Int[Tensor, "batch position"]) -> Float[Tensor, "batch position d_model"]:
-        """Return the token embeddings."""
+        """Return the token embeddings.
+
+        Raises:
+            CallError: An id is not in the vocabulary, or a sequence is longer than the context.
+        """
+        self.demand_tokens(tokens)
         with self._as_measured():
             return self._model.get_input_embeddings()(tokens.to(self.device))
 
