@@ -15,7 +15,7 @@ import pytest
 import torch
 from qkov.analyses.trajectories import RunStore, TaskDirections, sweep, track
 from qkov.analyses.trajectories.motion import effective_ratio, motion
-from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError, open_checkpoint
+from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError
 from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.circuits.storage.atomic_write import temporary_file
@@ -553,11 +553,13 @@ def test_each_checkpoint_is_opened_once_for_a_measurement(tmp_path, monkeypatch)
     run = write_run(tmp_path / "run", layers=3)
     opened = []
 
-    def noted(files, options):
-        opened.append(files)
-        return open_checkpoint(files, options)
+    open_as_before = sweep.open_run_checkpoint
 
-    monkeypatch.setattr(sweep, "open_checkpoint", noted)
+    def noted(checkpoint, options, files):
+        opened.append(files)
+        return open_as_before(checkpoint, options, files)
+
+    monkeypatch.setattr(sweep, "open_run_checkpoint", noted)
     track(run, tmp_path / "store", composition=True)
     # The first and the reference once to see that all is well; then the reference, which is held, and each step.
     assert [files.weights.name for files in opened] == [
