@@ -17,6 +17,7 @@ from qkov.analyses.trajectories import RunStore, TaskDirections, sweep, track
 from qkov.analyses.trajectories.motion import effective_ratio, motion
 from qkov.circuits import AttentionWeights, CallError, Circuit, QkovError
 from qkov.circuits.architectures.mapping import parse_mapping
+from qkov.circuits.live.lens_models import open_run_checkpoint
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.circuits.storage.atomic_write import temporary_file
 from safetensors.torch import save_file
@@ -553,11 +554,9 @@ def test_each_checkpoint_is_opened_once_for_a_measurement(tmp_path, monkeypatch)
     run = write_run(tmp_path / "run", layers=3)
     opened = []
 
-    open_as_before = sweep.open_run_checkpoint
-
     def noted(checkpoint, options, files):
         opened.append(files)
-        return open_as_before(checkpoint, options, files)
+        return open_run_checkpoint(checkpoint, options, files)
 
     monkeypatch.setattr(sweep, "open_run_checkpoint", noted)
     track(run, tmp_path / "store", composition=True)
