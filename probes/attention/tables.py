@@ -49,7 +49,7 @@ def head_table(
         measured = [(by_name[name].count.numpy() > 0) & (not by_name[name].unknown) for name in means]
         unknown: dict[str, list[str]] = {}
         for name in means:
-            for reason in by_name[name].unknown:
+            for reason in by_name[name].unknown or _why_nothing_counts(name, by_name):
                 unknown.setdefault(reason, []).append(name)
         finite = [~seen | np.isfinite(mean) for seen, mean in zip(measured, means.values(), strict=True)]
         parts.append(
@@ -80,6 +80,17 @@ def head_table(
         ordered.append("hook")
     stacks = table["stack"].nunique() > 1
     return table[ordered if stacks else ordered[1:]]
+
+
+def _why_nothing_counts(name: str, by_name: Mapping[str, HeadSums]) -> tuple[str, ...]:
+    """Return why a measure of a layer has no value in any head; nothing if it has one."""
+    if by_name[name].count.any():
+        return ()
+    if not by_name["queries"].total.any():
+        return ("no query was counted",)
+    if name.startswith(("relevant", "chance")):
+        return ("no example has a relevant token",)
+    return ("no query has such a token",)
 
 
 def example_table(values: Sequence[ExampleValues]) -> pd.DataFrame:

@@ -20,11 +20,29 @@ def test_without_a_relevant_token_there_is_no_attention_on_relevant_tokens():
     table, examples = probe.table(), probe.examples()
     for name in ("relevant", "chance", "relevant_at_readout", "chance_at_readout"):
         assert table[name].isna().all(), name
+    reason = "relevant, chance, relevant_at_readout, chance_at_readout: no example has a relevant token"
+    assert set(table["unknown"]) == {reason}
+    assert f"not known: {reason}" in probe._repr_html_()
     assert table["finite"].all()
     assert table["entropy"].notna().all()
     assert examples[["rollout", "chance", "attention"]].isna().all(axis=None)
     assert "1 of 1 without a relevant token" in probe._repr_html_()
     probe.figure(["relevant"]).savefig(io.BytesIO())
+
+
+def test_a_measure_that_no_query_has_says_so():
+    model = llama()
+    with AttentionProbe(model) as probe:
+        model(IDS[:, :1])
+    table = probe.table()
+    assert table["previous"].isna().all()
+    assert set(table["unknown"]) == {"previous, next: no query has such a token"}
+    with AttentionProbe(model, measures=["entropy", "sink"], queries=torch.zeros(6)) as probe:
+        model(IDS)
+    assert set(probe.table()["unknown"]) == {"entropy, sink: no query was counted"}
+    with AttentionProbe(model) as probe:
+        model(IDS)
+    assert "unknown" not in probe.table()
 
 
 def test_an_example_without_a_relevant_token_does_not_count_for_the_others():
@@ -39,6 +57,7 @@ def test_an_example_without_a_relevant_token_does_not_count_for_the_others():
     assert probe.examples()["rollout"].isna().tolist() == [False, True]
     assert probe.examples()["attention"].isna().tolist() == [False, True]
     assert "1 of 2 without a relevant token" in probe._repr_html_()
+    assert "unknown" not in probe.table()
 
 
 def test_sequences_of_the_single_layer_model_without_a_relevant_entry_do_not_count_either():
