@@ -15,8 +15,9 @@ _RATE, _MULTIPLIER, _STEPS = 0.01, 3.0, 60
 def demand_proportional_steps(optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Refuse an optimizer for which scaling the step of some entries is not the same as giving them their own rate.
 
-    With the options of the group, one tensor whose first half has its steps scaled is trained beside two tensors with
-    rates of their own; both must agree after a few steps. Neither the optimizer nor torch's random numbers change.
+    With the options of the group, one tensor [4, 3] whose first two rows have their steps tripled is trained at a rate
+    of 0.01 beside two tensors [2, 3] at rates of 0.03 and 0.01; they must agree after 60 steps. Neither the optimizer
+    nor torch's random numbers change.
 
     Args:
         optimizer: The optimizer to test.
@@ -35,7 +36,7 @@ def demand_proportional_steps(optimizer: Optimizer, group: dict[str, Any]) -> No
 
     start = draw()
     joined = start.clone().requires_grad_()
-    halves = [half.clone().requires_grad_() for half in start.chunk(2)]
+    halves = [half.clone().requires_grad_() for half in start.split(2)]
     rates = (_MULTIPLIER * _RATE, _RATE)
     try:
         # Some optimizers draw random numbers, as for stochastic rounding.
@@ -45,7 +46,7 @@ def demand_proportional_steps(optimizer: Optimizer, group: dict[str, Any]) -> No
             for _ in range(_STEPS):
                 gradient = draw()
                 joined.grad = gradient
-                for half, part in zip(halves, gradient.chunk(2), strict=True):
+                for half, part in zip(halves, gradient.split(2), strict=True):
                     half.grad = part.clone()
                 before = joined.detach()[:2].clone()
                 scaled.step()

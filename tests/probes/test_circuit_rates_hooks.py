@@ -4,8 +4,9 @@ import copy
 import gc
 import io
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -225,6 +226,16 @@ def test_several_optimizers_that_train_one_model():
     assert largest_difference(model, other) == 0
 
 
+def test_models_that_share_an_optimizer_have_rates_of_their_own():
+    first, second = gpt2(), gpt2()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=LR)
+    CircuitRates(optimizer, first, 5.0)
+    CircuitRates(optimizer, second, 7.0)
+    assert_factor(moved(first, optimizer), 5)
+    optimizer.zero_grad()
+    assert_factor(moved(second, optimizer), 7)
+
+
 def test_saving_and_loading_the_optimizer_goes_on_as_if_nothing_had_been():
     def half(model, optimizer, part):
         for at, tokens in enumerate(batches(6)):
@@ -371,6 +382,23 @@ def test_every_group_is_tried_with_its_own_options():
     optimizer = OfSquaredRates([{"params": parts[0]}, {"params": parts[1], "squared": True}])
     with pytest.raises(CallError, match=r"^OfSquaredRates does not move each entry separately and in"):
         CircuitRates(optimizer, model, 3.0)
+
+
+class Noted(torch.optim.SGD):
+    """Notes the shapes and the rates of what it steps."""
+
+    steps: ClassVar[Counter[tuple[tuple[tuple[int, ...], float], ...]]] = Counter()
+
+    def step(self, closure: Any = None) -> Any:
+        moving = ((parameter, group["lr"]) for group in self.param_groups for parameter in group["params"])
+        self.steps[tuple((tuple(parameter.shape), round(rate, 12)) for parameter, rate in moving)] += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_is_tried_for_sixty_steps_at_a_rate_of_a_hundredth_and_three_times_that():
+    model = gpt2()
+    CircuitRates(Noted(model.parameters(), lr=LR), model)
+    assert Noted.steps == {(((4, 3), 0.01),): 60, (((2, 3), 0.03), ((2, 3), 0.01)): 60}
 
 
 class OfRandomRounding(torch.optim.SGD):
