@@ -231,7 +231,7 @@ def _chance(
         return (counts[..., 0] / counts[..., 1]).expand(batch, queries)
     if isinstance(sides.columns, Unknown):
         return sides.columns
-    upto = torch.nn.functional.pad(counted.cumsum(dim=1), (0, 0, 1, 0))
+    upto = torch.cat([torch.zeros_like(counted[:, :1]), counted.cumsum(dim=1)], dim=1)
     back, ahead = _reach(attention, sides, sides.columns)
     positions = sides.columns.query - sides.columns.key + torch.arange(queries, device=attention.device)
     first, end = (positions - back).clamp(min=0), (positions + ahead + 1).clamp(max=keys)

@@ -112,6 +112,20 @@ def test_batches_add_up_to_one_and_reset_forgets(model):
         probe.table()
 
 
+def test_examples_of_several_calls_are_numbered_through(model):
+    ids, relevant = tokens(), torch.arange(9) % 3 == 1
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
+        model(ids)
+        model(ids[1:])
+    read = torch.stack(maps_of(model, ids, None), dim=1)[[0, 1, 2, 1, 2], :, :, 8]
+    by_head = probe.examples(by_head=True)
+    places = np.array([(example, layer, head) for example in range(5) for layer in range(2) for head in range(4)])
+    np.testing.assert_array_equal(by_head[["example", "layer", "head"]], places)
+    np.testing.assert_allclose(by_head["attention"], read[..., relevant].sum(-1).flatten(), atol=1e-6)
+    assert list(probe.examples()["example"]) == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(probe.examples()["attention"], read[..., relevant].sum(-1).mean((1, 2)), atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_are_measured_as_their_maps_are(model, dtype):
     model, ids, relevant = model.to(dtype), tokens(), relevance()
@@ -150,6 +164,9 @@ def test_queries_readout_and_masks_are_given_in_several_ways(model):
         model(ids, attention_mask=mask.long())
     wanted = plain_measures(maps, mask, ids > 20, asked=asked.expand(3, 9), readout=[4, 0, 1])
     assert_table(probe.table(), wanted)
+    # Of the tokens up to the one at which attention is read.
+    shares = [((ids > 20) & mask)[row, : at + 1].double().mean() for row, at in enumerate([4, 0, 1])]
+    np.testing.assert_allclose(probe.examples()["chance"], shares, atol=1e-6)
     with AttentionProbe(model, relevant=relevant.long().tolist(), queries="last", readout="first") as probe:
         model(ids, attention_mask=mask.long())
     last = torch.arange(9) == torch.tensor([8, 5, 2])[:, None]
@@ -212,6 +229,20 @@ def test_generation_is_measured_step_by_step(model):
         model.generate(tokens()[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert set(probe.table()["queries"]) == {9 + 1 + 1}
     assert list(probe.examples()["tokens"]) == [9, 10, 11]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_head_that_is_not_finite_is_flagged_however_few_its_queries_are(model, count):
+    def spoil(_module: Any, _args: Any, output: Any) -> Any:
+        attention = output[1].clone()
+        attention[:, 2] = torch.nan
+        return output[0], attention
+
+    model.transformer.h[0].attn.register_forward_hook(spoil)
+    with torch.no_grad(), AttentionProbe(model) as probe:
+        model(tokens()[:1, :count])
+    assert list(probe.table()["queries"]) == [count] * 8
+    assert list(probe.table()["finite"]) == [True, True, False, *[True] * 5]
 
 
 def test_a_head_that_is_not_finite_is_flagged_and_the_others_are_measured(model):

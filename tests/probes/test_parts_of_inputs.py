@@ -196,6 +196,8 @@ def test_windows_in_a_model_of_torch(batch):
         vectors = model.embedding(tokens).view(-1, 4, 8)
         _, maps = model.attention(vectors, vectors, vectors, average_attn_weights=False)
     demand_parts(probe, 0, maps, f"maps of {4 * batch} parts")
+    # Nobody said what is relevant.
+    assert not {"relevant", "chance", "relevant_at_readout", "chance_at_readout"} & set(probe.table())
     with pytest.raises(CallError, match=f"maps of {4 * batch} parts .* for {batch} input"):
         probe.examples()
 

@@ -2,13 +2,21 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from qkov.analyses.attention.maps.columns import WHOLE, Columns, Unknown
+from qkov.analyses.attention.maps.search import source_of
+from qkov.analyses.attention.maps.source import LayerMap
+from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
+from qkov.probes.maps.masks import MapInCall, TokenMasks
+from qkov.probes.maps.model_call import ModelCall
+from qkov.probes.maps.positions import Positions, Row, keys_among, positions_of
 
 from ..analyses.tiny_models import Tiny, gpt2, small
 from .plain_measures import assert_table, plain_measures
@@ -199,6 +207,68 @@ def test_positions_that_begin_again_where_tokens_see_each_other_are_not_known():
         model(ids)
     # One call whose positions are known does not make the mean known.
     assert probe.table()["self"].isna().all()
+
+
+def test_positions_that_begin_again_are_not_known_where_nothing_says_what_tokens_see():
+    tokens = torch.ones(1, 6, dtype=torch.bool)
+    row = Row(tokens, WHOLE, tokens, 6, seen=None)
+    assert isinstance(positions_of(row, torch.arange(6)[None] % 3, is_split=False), Unknown)
+    assert isinstance(positions_of(row, torch.arange(6)[None], is_split=False), Positions)
+
+
+def test_keys_beyond_the_last_column_are_no_tokens():
+    real = torch.tensor([[True, True, True, False], [True, False, True, True]])
+    # The keys are the columns 1 to 5, of which there are 4, as in a static cache.
+    assert keys_among(real, Columns(3, 1), 5).tolist() == [
+        [True, True, False, False, False],
+        [False, True, True, False, False],
+    ]
+
+
+def called_with(**arguments: Any) -> ModelCall:
+    return ModelCall(source_of(built("LlamaForCausalLM")), arguments)
+
+
+def test_position_ids_are_had_in_every_shape_that_has_one_row_for_each_example():
+    attention = LayerMap(("", 0), torch.full((3, 2, 5, 5), 0.2))
+    rows = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7], [0, 0, 1, 0, 1]])
+    images = torch.randint(0, 9, (3, 3, 5), generator=torch.Generator().manual_seed(0))
+    for given, wanted in [
+        (rows, rows),
+        (rows[1], rows[[1, 1, 1]]),
+        (rows[1:2], rows[[1, 1, 1]]),
+        # Positions in the text, and then those in time, height and width of an image.
+        (torch.cat([rows[None], images]), rows),
+    ]:
+        found = called_with(position_ids=given).position_ids(attention)
+        assert found is not None
+        assert torch.equal(found, wanted)
+    for other in (rows.float(), rows[:2], rows[:, :4], images, images[None], rows[0, 0], None):
+        assert called_with(position_ids=other).position_ids(attention) is None
+
+
+def test_a_mask_of_queries_and_keys_says_what_is_padding_only_with_what_tokens_see_and_their_positions():
+    model, ids = built("LlamaForCausalLM"), prompt()
+    shown, refused = padding("left"), "attention_mask has shape .* and does not say what is padding; give the probe"
+    places = (shown.long().cumsum(-1) - 1).clamp(min=0)
+    allowed = shown[:, None, None] & torch.ones(PROMPT, PROMPT).tril().bool()
+    whole = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    probe = AttentionProbe(model, relevant=relevance())
+    for known in (True, False):
+        cache = transformers.DynamicCache(config=model.config)
+        given = {cache_name(model): cache, "use_cache": True}
+        with torch.no_grad():
+            model(ids[:, :6], attention_mask=shown[:, :6].long(), position_ids=places[:, :6], **given)
+            given |= {"attention_mask": whole[:, :, 6:]} | ({"position_ids": places[:, 6:]} if known else {})
+            with probe, nullcontext() if known else pytest.raises(CallError, match=refused):
+                model(ids[:, 6:], **given)
+    late = (torch.arange(PROMPT) >= 6).expand(3, -1)
+    wanted = plain("LlamaForCausalLM", whole_maps(model, ids, shown), shown, relevance(), asked=late)
+    assert_table(probe.table(), wanted, 1e-5)
+    assert set(probe.table()["queries"]) == {9}
+    unseen = LayerMap(("", 0), torch.full((3, 2, PROMPT, PROMPT), 1 / PROMPT), columns=WHOLE)
+    with pytest.raises(CallError, match=refused):
+        TokenMasks(None, None, "all", "last").sides(MapInCall(unseen, None, called_with(attention_mask=whole)), None)
 
 
 def test_queries_that_a_layer_pools_have_no_positions():
