@@ -103,14 +103,14 @@ class StatedFacts:
             eps=_number(table.get("eps")),
         )
 
-    def head_norm(self, layer: int, side: str, tensors: Dictionary[str, Tensor], d_head: int) -> HeadNorm | None:
+    def head_norm(self, layer: int, side: str, tensors: Dictionary[str, Tensor], d_head: int | None) -> HeadNorm | None:
         """Return the norm of queries or keys; None if there is none.
 
         Args:
             layer: Number of the layer.
             side: "query" or "key".
             tensors: Tensors of the layer by role.
-            d_head: Inner width of the layer's heads; 0 if the layer has no factors.
+            d_head: Inner width of the layer's heads; None if the layer has no factors.
 
         Raises:
             CallError: The width of the gain or the bias is not a multiple of d_head.
@@ -196,7 +196,7 @@ def _with_offset(gain: Tensor | None, table: Dictionary[str, Any]) -> Tensor | N
     return gain if gain is None or not offset else gain.to(torch.float64) + offset
 
 
-def _by_head(gain: Tensor | None, d_head: int) -> Tensor | None:
+def _by_head(gain: Tensor | None, d_head: int | None) -> Tensor | None:
     """Return the gain as [d_head] if all heads share it, else as [head, d_head]."""
     if gain is None or not d_head or gain.numel() == d_head:
         return gain

@@ -36,7 +36,7 @@ def read_layer(file: TensorFile, mapping: Mapping, layer: int, names: Names) -> 
     weights: dict[str, Any] = arrange_layer(tensors, mapping.layouts, counts, names, mapping.origin)
     d_head = weights["W_Q"].shape[-1] if "W_Q" in weights else None
     norms: dict[str, Any] = {
-        f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head or 0)
+        f"{side}_norm": mapping.facts.head_norm(layer, side, tensors, d_head)
         for side in ("query", "key")
         if f"{side}_norm_gain" in tensors or f"{side}_norm_gain" not in mapping.tensors
     }

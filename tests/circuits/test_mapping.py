@@ -56,6 +56,19 @@ def test_a_norm_of_queries_that_is_named_and_not_described_is_there(tmp_path):
         next(open_checkpoint(tmp_path / "a.pt", wrong).layers())
 
 
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_norm_of_queries_in_a_layer_without_queries_keeps_its_gain(tmp_path, width):
+    gain = torch.arange(1.0, width + 1)
+    torch.save({"v": torch.ones(6, 5), "o": torch.ones(5, 6), "norm": gain}, tmp_path / "a.pt")
+    tensors = {"V": "v", "O": "o", "query_norm_gain": "norm"}
+    layouts = {"V": "(head d_head) d_model", "O": "d_model (head d_head)"}
+    mapping = parse_mapping({"tensors": tensors, "layout": layouts, "heads": 3}, "a test")
+    (weights,) = open_checkpoint(tmp_path / "a.pt", mapping).layers()
+    assert weights.query_norm is not None
+    assert weights.query_norm.over == "all"
+    assert torch.equal(weights.query_norm.gain, gain)
+
+
 def test_what_a_file_lacks_is_named():
     mapping = parse_mapping(table(tensors={"Q": "layers.{layer}.q", "K": "layers.{layer}.k"}), "a test")
     with pytest.raises(
