@@ -226,6 +226,13 @@ def test_several_optimizers_that_train_one_model():
     assert largest_difference(model, other) == 0
 
 
+def test_every_parameter_may_have_a_group_of_its_own():
+    model = gpt2()
+    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=LR)
+    CircuitRates(optimizer, model, 30.0)
+    assert_factor(moved(model, optimizer), 30)
+
+
 def test_models_that_share_an_optimizer_have_rates_of_their_own():
     first, second = gpt2(), gpt2()
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=LR)
