@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...analyses.attention.maps.columns import WHOLE
-from ...analyses.attention.maps.source import LayerMap, LayerReading, LayerRows, LayerScores
+from ...analyses.attention.maps.source import LayerMap, LayerOverPositions, LayerReading, LayerRows, LayerScores
 from ...analyses.attention.measures.rollout import Rollout
 from ...circuits.algebra.products import upcast
 from ...circuits.errors import CallError
@@ -190,7 +190,7 @@ class WatchedBatch:
         nothing = torch.zeros_like(sums["queries"].total)
         return dict.fromkeys(unknown, HeadSums(nothing, nothing, (why,)))
 
-    def _sides_of(self, layer_map: LayerMap | LayerScores) -> Sides:
+    def _sides_of(self, layer_map: LayerOverPositions) -> Sides:
         stack, shape = layer_map.key[0], layer_map.shape
         # The sides keep the tensor that layers with the same mask share, so that no other one takes its identity.
         seen = layer_map.seen()
@@ -204,7 +204,7 @@ class WatchedBatch:
             self._main = sides
         return sides
 
-    def _rollout_at(self, layer_map: LayerMap | LayerScores, sides: Sides) -> RolloutMass | None:
+    def _rollout_at(self, layer_map: LayerOverPositions, sides: Sides) -> RolloutMass | None:
         """Return the rollout that this layer is the next one of; None if there is none."""
         (stack, layer), settings = layer_map.key, self.settings.rollout
         if stack or settings is None or not layer_map.is_self:
@@ -217,7 +217,7 @@ class WatchedBatch:
             self._rollout = None
         return self._rollout if self._rollout is not None and self._rollout.layers == layer else None
 
-    def _kept_heads(self, layer_map: LayerMap | LayerScores) -> list[int]:
+    def _kept_heads(self, layer_map: LayerOverPositions) -> list[int]:
         """Return the heads whose maps are kept.
 
         Raises:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ...analyses.attention.maps.columns import Columns, Unknown
-from ...analyses.attention.maps.source import LayerMap, LayerScores
+from ...analyses.attention.maps.source import LayerOverPositions
 from ...analyses.attention.models.model import last_token
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import layer_name
@@ -32,7 +32,7 @@ class MapInCall:
         call: The call.
     """
 
-    layer_map: LayerMap | LayerScores
+    layer_map: LayerOverPositions
     seen: Bool[Tensor, "#batch #query key"] | None
     call: ModelCall
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap, LayerScores, MapSource
+from ...analyses.attention.maps.source import LayerOverPositions, MapSource
 from ...circuits.errors import CallError
 
 _TOKEN_NAMES = ("input_ids", "input", "tokens", "decoder_input_ids")
@@ -37,18 +37,18 @@ class ModelCall:
         named = [self.arguments[name] for name in _TOKEN_NAMES if name in self.arguments]
         return next((value for value in [*named, *self.arguments.values()] if isinstance(value, Tensor)), None)
 
-    def is_decoder(self, layer_map: LayerMap | LayerScores) -> bool:
+    def is_decoder(self, layer_map: LayerOverPositions) -> bool:
         """Return whether a map is one of a decoder's self-attention, beside an encoder."""
         stacks = {stack for stack, _ in self.source.keys}
         return layer_map.key[0] == "decoder" and not stacks.isdisjoint({"encoder", "decoder cross"})
 
-    def key_mask(self, layer_map: LayerMap | LayerScores) -> Any:
+    def key_mask(self, layer_map: LayerOverPositions) -> Any:
         """Return the mask of a map's keys that the model was called with; None if there is none."""
         if self.is_decoder(layer_map):
             return self._mask(_DECODER_MASKS)
         return self._mask(_CROSS_MASKS if layer_map.key[0] == "cross" else _ENCODER_MASKS)
 
-    def query_mask(self, layer_map: LayerMap | LayerScores) -> Any:
+    def query_mask(self, layer_map: LayerOverPositions) -> Any:
         """Return the mask of a map's queries, where the keys are of another sequence; None if there is none."""
         return self._mask(_DECODER_MASKS if layer_map.key[0] == "decoder cross" else _ENCODER_MASKS)
 
@@ -57,7 +57,7 @@ class ModelCall:
             return None
         return next((self.arguments[name] for name in names if self.arguments.get(name) is not None), None)
 
-    def position_ids(self, layer_map: LayerMap | LayerScores) -> Int[Tensor, "batch query"] | None:
+    def position_ids(self, layer_map: LayerOverPositions) -> Int[Tensor, "batch query"] | None:
         """Return the positions of a map's queries in their sequences, if the call has them in one dimension."""
         batch, _, queries, _ = layer_map.shape
         ids = self.arguments.get("decoder_position_ids" if self.is_decoder(layer_map) else "position_ids")

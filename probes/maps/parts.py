@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap, LayerScores, MapSource
+from ...analyses.attention.maps.source import LayerOverPositions, MapSource
 from ...circuits.errors import CallError
 from .masks import TokenMasks
 from .sides import Sides
@@ -28,7 +28,7 @@ _IDS = (torch.int32, torch.int64)
 _PADDING_MASKS = ("attention_mask", "one_zero_attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
-def why_in_parts(layer_map: LayerMap | LayerScores, source: MapSource, arguments: Mapping[str, Any]) -> str | None:
+def why_in_parts(layer_map: LayerOverPositions, source: MapSource, arguments: Mapping[str, Any]) -> str | None:
     """Return why the maps of a layer are not one for each input of the call; None if they are.
 
     Vision models attend within windows of an image, models of video within frames and between them, models of audio
@@ -54,7 +54,7 @@ def why_in_parts(layer_map: LayerMap | LayerScores, source: MapSource, arguments
 
 
 def sides_of_parts(
-    layer_map: LayerMap | LayerScores, source: MapSource, arguments: Mapping[str, Any], masks: TokenMasks
+    layer_map: LayerOverPositions, source: MapSource, arguments: Mapping[str, Any], masks: TokenMasks
 ) -> Sides:
     """Return the queries and keys of maps of parts: all of them, or those that the layer itself takes for tokens.
 
@@ -131,7 +131,7 @@ def _tensor_in(value: Any) -> Tensor | None:
     return next((tensor for tensor in held if isinstance(tensor, Tensor) and tensor.ndim), None)
 
 
-def _counts(given: Tensor, layer_map: LayerMap | LayerScores, *, positions_first: bool) -> set[int]:
+def _counts(given: Tensor, layer_map: LayerOverPositions, *, positions_first: bool) -> set[int]:
     """Return the numbers of inputs that a tensor may stand for.
 
     The first dimension counts them, with these exceptions: ids of several sequences for each example, as for multiple

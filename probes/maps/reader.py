@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerMap, LayerScores
+from ...analyses.attention.maps.source import LayerOverPositions
 from ...circuits.errors import CallError, reason
 from ...circuits.weights.layer_keys import layer_name
 
@@ -74,7 +74,7 @@ class Line:
 
     known: int
     total: int
-    layer_map: LayerMap | LayerScores
+    layer_map: LayerOverPositions
 
     def fitted(
         self, mask: Bool[Tensor, "batch position"], name: str, *, grows: bool, fill: bool
@@ -102,7 +102,7 @@ class Line:
         return mask
 
 
-def demand_length(mask: Tensor, length: int, name: str, layer_map: LayerMap | LayerScores) -> None:
+def demand_length(mask: Tensor, length: int, name: str, layer_map: LayerOverPositions) -> None:
     """Refuse a mask of another length.
 
     Args:

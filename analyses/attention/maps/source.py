@@ -8,7 +8,7 @@ gradients reach them, and each is freed as soon as it has been read, so that the
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -25,12 +25,11 @@ from .modes import EVALUATION, Mode
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMap:
-    """The attention map of one layer, as the model computed it.
+class LayerOverPositions(ABC):
+    """A layer whose queries and keys are positions: its map, or what the map can be computed from.
 
     Attributes:
         key: The layer.
-        attention: Its map; rows need not sum to 1.
         is_self: Whether queries and keys are the same sequence.
         columns: The columns of the sequence that they stand in, where queries and keys are the same sequence.
         seen: Returns where a query can see a key, from the mask that the layer was called with; None if that is not
@@ -40,12 +39,33 @@ class LayerMap:
     """
 
     key: LayerKey
-    attention: Float[Tensor, "batch head query key"]
+    _: KW_ONLY
     is_self: bool = True
     columns: Columns | Unknown = NOT_SAID
     seen: Callable[[], Bool[Tensor, "#batch #query key"] | None] = lambda: None
     real_keys: Bool[Tensor, "batch key"] | None = None
     mode: Mode = EVALUATION
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the map, [batch, head, query, key]."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of the map."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMap(LayerOverPositions):
+    """The attention map of one layer, as the model computed it.
+
+    Attributes:
+        attention: The map; rows need not sum to 1.
+    """
+
+    attention: Float[Tensor, "batch head query key"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,22 +94,14 @@ class LayerRows:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerScores:
+class LayerScores(LayerOverPositions):
     """What a layer's fused kernel was called with, in place of a map.
 
     Attributes:
-        key: The layer.
         call: The call, which gives the weights before dropout.
-        is_self, columns, seen, real_keys, mode: As for `LayerMap`.
     """
 
-    key: LayerKey
     call: KernelCall
-    is_self: bool = True
-    columns: Columns | Unknown = NOT_SAID
-    seen: Callable[[], Bool[Tensor, "#batch #query key"] | None] = lambda: None
-    real_keys: Bool[Tensor, "batch key"] | None = None
-    mode: Mode = EVALUATION
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def _hook(
         is_self = query is keys
         seen = partial(seen_by_torch, arguments.get("attn_mask"), attention)
         columns = WHOLE if is_self else NOT_SAID
-        receive(LayerMap(key, attention, is_self, columns, seen, real_keys=known, mode=mode))
+        receive(LayerMap(key, attention, is_self=is_self, columns=columns, seen=seen, real_keys=known, mode=mode))
         if not consume:
             return None
         return attended(module, arguments["value"], attention, weights[..., length:]), *output[1:]
