@@ -134,14 +134,14 @@ class WatchedBatch:
 
     def _measure(self, layer_map: LayerMap | LayerScores) -> None:
         self.modes[layer_map.key] = layer_map.mode.words
-        source, names = self.call.source, self.settings.names
-        why = why_in_parts(layer_map, source, self.call.arguments)
+        names = self.settings.names
+        why = why_in_parts(layer_map, self.call)
         if why is None:
             sides = self._sides_of(layer_map)
         else:
-            sides = sides_of_parts(layer_map, source, self.call.arguments, self.settings.masks)
+            sides = sides_of_parts(layer_map, self.call, self.settings.masks)
             names = tuple(name for name in names if name in _WITHOUT_POSITIONS)
-            self.no_examples = f"{source.layer_name(layer_map.key)} of {self.name}: {why}"
+            self.no_examples = f"{self.call.source.layer_name(layer_map.key)} of {self.name}: {why}"
         rollout = self._rollout_at(layer_map, sides) if why is None else None
         measured = self._read(layer_map, sides, names, rollout)
         sums = _sums_of(measured, sides)

@@ -15,6 +15,8 @@ _TOKEN_NAMES = ("input_ids", "input", "tokens", "decoder_input_ids")
 _ENCODER_MASKS = ("attention_mask", "one_zero_attention_mask")
 _DECODER_MASKS = ("decoder_attention_mask",)
 _CROSS_MASKS = ("encoder_attention_mask",)
+#: All of them.
+PADDING_MASKS = (*_ENCODER_MASKS, *_CROSS_MASKS, *_DECODER_MASKS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...analyses.attention.maps.source import LayerOverPositions, MapSource
+from ...analyses.attention.maps.source import LayerOverPositions
 from ...circuits.errors import CallError
 from .masks import TokenMasks
+from .model_call import PADDING_MASKS, ModelCall
 from .sides import Sides
 
 #: The names of a model's main input: ids before vectors, and what a decoder reads where the encoder has already run.
@@ -25,10 +26,9 @@ _INPUTS = (
     "decoder_inputs_embeds",
 )
 _IDS = (torch.int32, torch.int64)
-_PADDING_MASKS = ("attention_mask", "one_zero_attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 
 
-def why_in_parts(layer_map: LayerOverPositions, source: MapSource, arguments: Mapping[str, Any]) -> str | None:
+def why_in_parts(layer_map: LayerOverPositions, call: ModelCall) -> str | None:
     """Return why the maps of a layer are not one for each input of the call; None if they are.
 
     Vision models attend within windows of an image, models of video within frames and between them, models of audio
@@ -36,11 +36,10 @@ def why_in_parts(layer_map: LayerOverPositions, source: MapSource, arguments: Ma
 
     Args:
         layer_map: The maps.
-        source: Their source.
-        arguments: The arguments that the model was called with, by name.
+        call: The call of the model that they come from.
     """
-    maps = layer_map.shape[0]
-    given = _main_input(arguments)
+    maps, source = layer_map.shape[0], call.source
+    given = _main_input(call.arguments)
     if given is None:
         return f"the call of {source.name} has no tensor that shows how many inputs it has"
     counts = {given} if isinstance(given, int) else _counts(given, layer_map, positions_first=source.positions_first)
@@ -53,31 +52,28 @@ def why_in_parts(layer_map: LayerOverPositions, source: MapSource, arguments: Ma
     )
 
 
-def sides_of_parts(
-    layer_map: LayerOverPositions, source: MapSource, arguments: Mapping[str, Any], masks: TokenMasks
-) -> Sides:
+def sides_of_parts(layer_map: LayerOverPositions, call: ModelCall, masks: TokenMasks) -> Sides:
     """Return the queries and keys of maps of parts: all of them, or those that the layer itself takes for tokens.
 
     Args:
         layer_map: The maps.
-        source: Their source.
-        arguments: The arguments that the model was called with, by name.
+        call: The call of the model that they come from.
         masks: The user's masks of the tokens of the inputs.
 
     Raises:
         CallError: A mask of the inputs would have to be known for the parts.
     """
     batch, _, query, key = layer_map.shape
-    padding = [name for name in _PADDING_MASKS if _hides(arguments.get(name)) and layer_map.real_keys is None]
+    padding = [name for name in PADDING_MASKS if _hides(call.arguments.get(name)) and layer_map.real_keys is None]
     if masks.mask is not None:
         padding.append("the probe's mask")
     if not isinstance(masks.queries, str) or masks.queries != "all":
         padding.append("the probe's queries")
     if padding:
+        layer = f"{call.source.layer_name(layer_map.key)} of {call.source.name}"
         raise CallError(
-            f"{padding[0]} is of the inputs, and {source.layer_name(layer_map.key)} of {source.name} has maps of parts "
-            f"of them, whose positions are not known; call the model with inputs without padding, and the probe with "
-            f"queries='all' and without mask="
+            f"{padding[0]} is of the inputs, and {layer} has maps of parts of them, whose positions are not known; "
+            f"call the model with inputs without padding, and the probe with queries='all' and without mask="
         )
     device = layer_map.device
     real = torch.ones(batch, key, dtype=torch.bool) if layer_map.real_keys is None else layer_map.real_keys
