@@ -106,7 +106,6 @@ class AttentionModel(ABC):
         heads: Number of heads of each layer.
         causal: Whether a token sees only those before it.
         context: The longest sequence that it takes; None if there is no limit.
-        vocabulary: The number of tokens that it has embeddings of; None if that is not known.
         pad: The id that fills up a batch; the mask hides it.
         residual_stream: Whether what a layer reads is carried past its attention, as rollout assumes.
         own_padding: Whether `pad` is the vocabulary's own padding token, and not some other id that serves as padding.
@@ -126,12 +125,16 @@ class AttentionModel(ABC):
     pad: int
     mask_token: int | None
     classifies: bool
-    vocabulary: int | None = None
     class_names: tuple[str, ...] = ()
     residual_stream: bool = True
     own_padding: bool = True
     takes_token_types: bool = False
     chosen_checkpoint: str | None = None
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens that it has embeddings of; None if that is not known."""
+        return None
 
     @property
     def mode(self) -> str:

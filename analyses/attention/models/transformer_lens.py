@@ -52,7 +52,6 @@ class HookedModel(AttentionModel):
             )
         unbounded = getattr(cfg, "positional_embedding_type", None) == "alibi"
         self.context = None if unbounded else cfg.n_ctx
-        self.vocabulary = cfg.d_vocab
         tokenizer = getattr(model, "tokenizer", None)
         pad = getattr(tokenizer, "pad_token_id", None)
         self.own_padding = isinstance(pad, int) and pad < cfg.d_vocab
@@ -65,6 +64,11 @@ class HookedModel(AttentionModel):
                 model, lambda: self._run(tokens, torch.ones_like(tokens, dtype=torch.bool)), self.name
             )
         self.layers, self.heads, self.layer_keys = self._maps.layers, self._maps.heads, self._maps.keys
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has embeddings of."""
+        return self._model.cfg.d_vocab
 
     def logits(
         self,

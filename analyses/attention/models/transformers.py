@@ -48,9 +48,8 @@ class TransformersModel(AttentionModel):
             demand_one_stack({"encoder", "decoder"}, self.name)
         self._model = model
         config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        self.vocabulary = self._vocabulary = model.get_input_embeddings().weight.shape[0]
         pad = getattr(config, "pad_token_id", None)
-        self.own_padding = isinstance(pad, int) and 0 <= pad < self._vocabulary
+        self.own_padding = isinstance(pad, int) and 0 <= pad < self.vocabulary
         self.pad = int(pad) if self.own_padding and pad is not None else 0
         self.mask_token = mask_token
         self.context = _context(model, config)
@@ -58,7 +57,7 @@ class TransformersModel(AttentionModel):
         types = getattr(config, "type_vocab_size", None)
         # Models without a table of token types either ignore them or look them up in the vocabulary.
         self._types = types if isinstance(types, int) and types > 0 else None
-        tokens = torch.arange(TRIAL_LENGTH, device=self.device)[None] % self._vocabulary
+        tokens = torch.arange(TRIAL_LENGTH, device=self.device)[None] % self.vocabulary
         shown = torch.ones_like(tokens, dtype=torch.bool)
         with self._as_measured() as options:
             if options:
@@ -75,6 +74,11 @@ class TransformersModel(AttentionModel):
             types=min(self._types or 2, 2) if self.takes_token_types else 0,
             rounding=3e-2 if is_half else 1e-4,
         )
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has embeddings of."""
+        return self._model.get_input_embeddings().weight.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -167,7 +171,7 @@ class TransformersModel(AttentionModel):
         """Refuse token types that the model does not take, or has no embedding for."""
         if not self.takes_token_types:
             self.demand_no_token_types(token_types)
-        types = self._types or self._vocabulary
+        types = self._types or self.vocabulary
         if token_types is not None and not 0 <= int(token_types.min()) <= int(token_types.max()) < types:
             raise CallError(
                 f"{self.name} has {types} token types, from 0, got {int(token_types.min())} to "
@@ -216,7 +220,7 @@ class TransformersModel(AttentionModel):
         stated = [value for key, value in config.to_dict().items() if key.endswith("token_id")]
         special = {value for each in stated for value in (each if isinstance(each, list) else [each])}
         special |= {self.mask_token, self.pad}
-        plain = [token for token in range(self._vocabulary) if token not in special][-TRIAL_LENGTH:]
+        plain = [token for token in range(self.vocabulary) if token not in special][-TRIAL_LENGTH:]
         return torch.tensor([(plain or [0]) * TRIAL_LENGTH], device=self.device)[:, :TRIAL_LENGTH]
 
 
@@ -278,7 +282,7 @@ class TransformersClassifier(TransformersModel):
 
     def _reads_first(self) -> bool:
         """Return whether the first query's row is the only one of the last map that the outputs depend on."""
-        return queries_read(self, torch.arange(TRIAL_LENGTH)[None] % self._vocabulary) == [0]
+        return queries_read(self, torch.arange(TRIAL_LENGTH)[None] % self.vocabulary) == [0]
 
 
 class _LanguageModel(TransformersModel):
