@@ -61,19 +61,19 @@ def eraser(
         )
     rows = [row for file in files_in(place, (".jsonl",), split) for row in read_records(file)]
     classes = tuple(sorted({str(field(row, "classification", data)) for row in rows}))
-    queries = {text for row in rows if (text := _query(row, place))}
+    queries = [_query(row, place) for row in rows]
     if query == "varying":
-        is_shared = len(rows) > 1 and len(queries) == 1 and all(_query(row, place) for row in rows)
+        is_shared = len(rows) > 1 and len(set(queries)) == 1 and queries[0] is not None
         query = "none" if is_shared else "first"
     task = Task(
         name=name,
         examples=(),
-        relevant=f"the tokens of the evidences{_in_words(queries, query)}",
+        relevant=f"the tokens of the evidences{_in_words({text for text in queries if text}, query)}",
         classes=classes,
         attention_bins=bins,
         probability_bins=bins,
     )
-    return collected(task, _examples(rows, place, classes, query), limit, seed)
+    return collected(task, _examples(rows, queries, place, classes, query), limit, seed)
 
 
 def _query(row: dict[str, Any], folder: Place) -> str | None:
@@ -103,11 +103,13 @@ class _Document:
     spans: tuple[Span, ...] = ()
 
 
-def _examples(rows: list[dict[str, Any]], folder: Place, classes: tuple[str, ...], query: str) -> Iterator[SourceItem]:
-    for row in rows:
+def _examples(
+    rows: list[dict[str, Any]], queries: list[str | None], folder: Place, classes: tuple[str, ...], query: str
+) -> Iterator[SourceItem]:
+    for row, text_of_query in zip(rows, queries, strict=True):
         name = str(field(row, "annotation_id", folder))
         evidences = [evidence for group in field(row, "evidences", folder) or [] for evidence in group]
-        asked = None if query == "none" else _query(row, folder)
+        asked = None if query == "none" else text_of_query
         names = _document_names(row, evidences, name, folder)
         if names is None or len(names) + (asked is not None) > 2:
             yield LeftOut("with several documents" if asked is None else "with a query and several documents")
