@@ -207,8 +207,7 @@ class AttentionProbe:
             # One by one, so that an interrupt in between leaves no hook behind.
             for end in self._source.attach(self._take, on_call=on_call_within(self._model)):
                 self._ends.append(end)
-            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._calls.fail)
-            self._ends.append(watch_forward(self._model, watcher))
+            self._ends.append(watch_forward(self._model, self._watcher()))
             part = self._source.called_apart()
             if part is not None:
                 apart = ForwardWatcher(
@@ -252,8 +251,9 @@ class AttentionProbe:
             )
         hooks = None if self._hooks is None else self._hooks()
         if hooks is None:
-            watcher = ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._calls.fail)
-            hooks = HookList(self._model, self._source, watcher, self._take, self._calls.drop, lambda: bool(self._ends))
+            hooks = HookList(
+                self._model, self._source, self._watcher(), self._take, self._calls.drop, lambda: bool(self._ends)
+            )
             self._hooks = weakref.ref(hooks)
         return hooks.hooks()
 
@@ -364,6 +364,10 @@ class AttentionProbe:
     def name(self) -> str:
         """The name of the model."""
         return self._source.name
+
+    def _watcher(self) -> ForwardWatcher:
+        """Return what is called when a forward of the model begins and ends."""
+        return ForwardWatcher(self._begin, lambda _arguments, _output: self._end(), self._calls.fail)
 
     def _begin(self, arguments: dict[str, Any], *, is_apart: bool = False) -> None:
         batch = WatchedBatch(self._settings, ModelCall(self._source, arguments, self._earlier))
