@@ -12,11 +12,7 @@ The bridge keeps every pattern of its last call by itself, so that a cache of th
 
 import argparse
 import contextlib
-import gc
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -29,7 +25,7 @@ from qkov.probes import AttentionProbe
 from tokenizers import Tokenizer, models
 from torch import nn
 
-from .memory import held_bytes, peak_bytes, reset_peak
+from .memory import printed_in_a_process, rise
 
 TOKENS, LAYERS, HEADS, VOCABULARY = 256, 12, 12, 50257
 LAYER_MAP_BYTES = 4 * HEADS * TOKENS**2
@@ -129,18 +125,12 @@ def print_peak(kind: str, way: str) -> None:
         # Scratch that a first call takes for good.
         called[way]()
         called[way]()
-        gc.collect()
-        reset_peak()
-        before = held_bytes()
-        called[way]()
-        print(peak_bytes() - before)
+        print(rise(called[way]))
 
 
 def peak(kind: str, way: str) -> int:
-    """The rise of one way's peak, in a process that gives every tensor back to the system when it is freed."""
-    command = [sys.executable, "-m", "tests.benchmarks.attention_probe", "--peak", kind, way]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    """The rise of one way's peak, in a process of its own."""
+    return printed_in_a_process("tests.benchmarks.attention_probe", "--peak", kind, way)
 
 
 def main() -> None:

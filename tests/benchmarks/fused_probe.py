@@ -8,11 +8,7 @@ of the whole one would hide the rest.
 """
 
 import argparse
-import gc
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +17,7 @@ import torch
 import transformers
 from qkov.probes import AttentionProbe
 
-from .memory import held_bytes, peak_bytes, reset_peak
+from .memory import printed_in_a_process, rise
 
 LENGTHS, VOCABULARY = (512, 2048), 50257
 ALONE = "sdpa, forward alone"
@@ -79,18 +75,12 @@ def print_peak(tokens: int, way: str) -> None:
     called = ways(tokens, 1000)
     with torch.no_grad():
         called[way]()
-        gc.collect()
-        reset_peak()
-        before = held_bytes()
-        called[way]()
-        print(peak_bytes() - before)
+        print(rise(called[way]))
 
 
 def peak(tokens: int, way: str) -> int:
-    """The rise of one way's peak, in a process that gives every tensor back to the system when it is freed."""
-    command = [sys.executable, "-m", "tests.benchmarks.fused_probe", "--peak", str(tokens), way]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    return int(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
+    """The rise of one way's peak, in a process of its own."""
+    return printed_in_a_process("tests.benchmarks.fused_probe", "--peak", str(tokens), way)
 
 
 def main() -> None:
