@@ -1,5 +1,6 @@
 """Tiny models of transformers, with weights of ordinary size everywhere, for tests of what reads models."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ def gpt2(**changes: Any) -> Any:
 
 def modern_bert(**changes: Any) -> Any:
     return small("ModernBertConfig", **({"bos_token_id": 2, "cls_token_id": 2, "sep_token_id": 1} | changes))
+
+
+def cache_name(model: Any) -> str:
+    """The name of a cache in a call of the model, which newer versions of transformers have changed."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 @dataclass(frozen=True)

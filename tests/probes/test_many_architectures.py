@@ -5,7 +5,6 @@ such as positions, padding and what a query can see, is here read from the weigh
 models sees has a weight above zero.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from qkov.analyses.attention.models.transformers import TransformersCausalLM
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
 
+from ..analyses.tiny_models import cache_name
 from ..circuits import decoders, encoder_decoders, encoders
 from ..circuits.family_proof import Family, build
 
@@ -165,7 +165,7 @@ def test_a_decoder_that_generates_token_by_token_with_left_padding(family):
                 attention_mask=mask[:, :end].long(),
                 use_cache=True,
                 output_attentions=True,
-                **({} if cache is None else {name_of_cache(model): cache}),
+                **({} if cache is None else {cache_name(model): cache}),
             )
             cache = output.past_key_values
             maps = numpys(attentions(output.attentions))
@@ -182,11 +182,6 @@ def test_a_decoder_that_generates_token_by_token_with_left_padding(family):
         assert table["chance"].isna().all()
         del wanted["chance"]
     compared(table, wanted, 1e-6)
-
-
-def name_of_cache(model: Any) -> str:
-    """The name of the argument, which transformers 5 has changed."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def attentions(maps: Any) -> list[torch.Tensor]:

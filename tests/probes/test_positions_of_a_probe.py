@@ -1,6 +1,5 @@
 """Cached, windowed, padded and packed calls are measured as one whole call of the model is, by plain loops."""
 
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from qkov.probes.maps.masks import MapInCall, TokenMasks
 from qkov.probes.maps.model_call import ModelCall
 from qkov.probes.maps.positions import Positions, Row, keys_among, positions_of
 
-from ..analyses.tiny_models import Tiny, gpt2, small
+from ..analyses.tiny_models import Tiny, cache_name, gpt2, small
 from .plain_measures import assert_table, plain_measures
 
 PROMPT, NEW = 9, 4
@@ -51,11 +50,6 @@ def built(name: str) -> Any:
     model = Tiny(name, MODELS[name][0], "").build()
     model.set_attn_implementation("eager")
     return model
-
-
-def cache_name(model: Any) -> str:
-    """The name of a cache in a call of the model, which newer versions of transformers have changed."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def prompt() -> torch.Tensor:
