@@ -1,11 +1,41 @@
 """The measures of a probe in plain loops, over maps that are at hand."""
 
 import math
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 import torch
 
 MEASURED = ("entropy", "largest", "relevant", "chance", "sink", "self", "previous", "next", "no_token")
+
+
+def measures_of_query(
+    weights: Mapping[int, float], seen: Sequence[int], relevant: Container[int], own: int | None
+) -> dict[str, float]:
+    """The measures of one query.
+
+    Args:
+        weights: The weight of each key that is a token, in the order of the sequence.
+        seen: The keys among them that the query can see.
+        relevant: The keys that are relevant; without one among the tokens, nothing is said of them.
+        own: The key that is the query itself; None in cross-attention.
+    """
+    total = math.fsum(weights.values())
+    shares = {key: weight / total for key, weight in weights.items()}
+    values = {
+        "entropy": -math.fsum(share * math.log(share) for share in shares.values() if share > 0),
+        "largest": max(shares.values()),
+        "sink": next(iter(shares.values())),
+        "no_token": 1 - total,
+    }
+    marked = {key for key in shares if key in relevant}
+    if marked:
+        values["relevant"] = math.fsum(shares[key] for key in marked)
+        values["chance"] = len(marked.intersection(seen)) / len(seen)
+    if own is not None:
+        beside = {"self": own, "previous": own - 1, "next": own + 1}
+        values |= {name: shares[key] for name, key in beside.items() if key in shares}
+    return values
 
 
 def plain_measures(
@@ -28,32 +58,17 @@ def plain_measures(
             rows: dict[str, list[float]] = {name: [] for name in found}
             for example, tokens in enumerate(mask.tolist()):
                 real = [place for place, is_token in enumerate(tokens) if is_token]
-                # An example without a relevant token has no attention on relevant tokens.
-                has_relevant = any(bool(relevant[example, key]) for key in real)
+                marked = set(relevant[example].nonzero()[:, 0].tolist())
                 read = real[-1] if readout is None else readout[example]
                 for query in real:
                     weights = {key: float(attention[example, head, query, key]) for key in real}
-                    total = math.fsum(weights.values())
-                    shares = {key: weight / total for key, weight in weights.items()}
                     seen = [key for key in real if not causal or key <= query]
                     seen = [key for key in seen if window is None or query - key < window]
-                    values: dict[str, float] = {
-                        "entropy": -math.fsum(share * math.log(share) for share in shares.values() if share > 0),
-                        "largest": max(shares.values()),
-                        "sink": shares[real[0]],
-                        "self": shares[query],
-                        "no_token": 1 - total,
-                    }
-                    if has_relevant:
-                        values["relevant"] = math.fsum(share for key, share in shares.items() if relevant[example, key])
-                        values["chance"] = sum(bool(relevant[example, key]) for key in seen) / len(seen)
-                    for name, key in (("previous", query - 1), ("next", query + 1)):
-                        if key in shares:
-                            values[name] = shares[key]
+                    values = measures_of_query(weights, seen, marked, query)
                     if asked is None or asked[example, query]:
                         for name, value in values.items():
                             rows[name].append(value)
-                    if query == read and has_relevant:
+                    if query == read and "relevant" in values:
                         rows["relevant_at_readout"].append(values["relevant"])
                         rows["chance_at_readout"].append(values["chance"])
             for name, measured in rows.items():

@@ -21,8 +21,8 @@ from qkov.probes import AttentionProbe
 from ..analyses.tiny_models import cache_name
 from ..circuits import decoders, encoder_decoders, encoders
 from ..circuits.family_proof import Family, build
+from .plain_measures import MEASURED, assert_table, measures_of_query
 
-MEASURES = ("entropy", "largest", "relevant", "chance", "sink", "self", "previous", "next")
 #: Shorter padding than the windows of ModernBERT, whose own eager attention gives NaN to what sees no token.
 LENGTHS = (9, 8, 7)
 WIDTH = max(LENGTHS)
@@ -56,30 +56,20 @@ class Call:
 
 def of_query(call: Call, example: int, head: int, query: int) -> dict[str, float]:
     """The measures of one query, from its row of weights."""
-    row, keys, relevant = call.maps[example, head, query], call.keys[example], call.relevant[example]
-    real = [key for key in range(len(row)) if keys[key]]
-    total = math.fsum(row[real])
-    shares = {key: row[key] / total for key in real}
-    seen = [key for key in real if row[key] > 0]
-    values = {
-        "entropy": -math.fsum(share * math.log(share) for share in shares.values() if share > 0),
-        "largest": max(shares.values()),
-        "sink": 0.0 if call.dropped is not None and call.dropped[example] else shares[real[0]],
-    }
-    if any(relevant[key] for key in real):
-        values["relevant"] = math.fsum(shares[key] for key in real if relevant[key])
-        values["chance"] = sum(bool(relevant[key]) for key in seen) / len(seen)
-    if call.offset is not None:
-        for name, step in (("self", 0), ("previous", -1), ("next", 1)):
-            if call.offset + query + step in shares:
-                values[name] = shares[call.offset + query + step]
+    row = call.maps[example, head, query].tolist()
+    weights = {key: row[key] for key in call.keys[example].nonzero()[0].tolist()}
+    seen = [key for key, weight in weights.items() if weight > 0]
+    own = None if call.offset is None else call.offset + query
+    values = measures_of_query(weights, seen, set(call.relevant[example].nonzero()[0].tolist()), own)
+    if call.dropped is not None and call.dropped[example]:
+        values["sink"] = 0.0
     return values
 
 
 def table_of(calls: list[list[Call]]) -> dict[str, np.ndarray]:
     """Each measure as [layer, head]: the mean over the queries of all calls. `calls` has a list for each layer."""
     heads = calls[0][0].maps.shape[1]
-    means = {name: np.full((len(calls), heads), np.nan) for name in MEASURES}
+    means = {name: np.full((len(calls), heads), np.nan) for name in MEASURED}
     for layer, of_layer in enumerate(calls):
         for head in range(heads):
             rows = [
@@ -89,16 +79,11 @@ def table_of(calls: list[list[Call]]) -> dict[str, np.ndarray]:
                 for query in range(call.maps.shape[2])
                 if call.queries[example, query]
             ]
-            for name in MEASURES:
+            for name in MEASURED:
                 values = [row[name] for row in rows if name in row]
                 if values:
                     means[name][layer, head] = math.fsum(values) / len(values)
     return means
-
-
-def compared(table: Any, wanted: dict[str, np.ndarray], tolerance: float) -> None:
-    for name, values in wanted.items():
-        np.testing.assert_allclose(table[name].to_numpy(), values.flatten(), rtol=0, atol=tolerance, err_msg=name)
 
 
 def tolerance_of(family: Family) -> float:
@@ -147,7 +132,7 @@ def test_a_decoder_with_left_padding(family):
         [Call(layer, mask.numpy(), mask.numpy(), 0, relevant.numpy())]
         for layer in numpys(attentions(output.attentions))
     ]
-    compared(probe.table(), table_of(calls), 1e-6)
+    assert_table(probe.table(), table_of(calls), 1e-6)
 
 
 @wants(DECODERS)
@@ -181,7 +166,7 @@ def test_a_decoder_that_generates_token_by_token_with_left_padding(family):
         # Its masks do not say which keys a single query sees.
         assert table["chance"].isna().all()
         del wanted["chance"]
-    compared(table, wanted, 1e-6)
+    assert_table(table, wanted, 1e-6)
 
 
 def attentions(maps: Any) -> list[torch.Tensor]:
@@ -216,7 +201,7 @@ def test_an_encoder_of_text_images_or_sounds(family):
     wanted = table_of(calls)
     if relevant is None:
         wanted = {name: values for name, values in wanted.items() if name not in ("relevant", "chance")}
-    compared(probe.table(), wanted, tolerance_of(family))
+    assert_table(probe.table(), wanted, tolerance_of(family))
 
 
 @wants([family for family in encoder_decoders.FAMILIES if family.stack == "encoder"])
@@ -243,8 +228,8 @@ def test_an_encoder_and_a_decoder(family):
             offset = None if stack == "decoder cross" else 0
             calls.append([Call(layer, of_keys, of_queries, offset, np.zeros_like(of_keys))])
         wanted = table_of(calls)
-        measured = {name: wanted[name] for name in MEASURES if name not in ("relevant", "chance")}
-        compared(table[table["stack"] == stack], measured, tolerance_of(family))
+        measured = {name: wanted[name] for name in MEASURED if name not in ("relevant", "chance")}
+        assert_table(table[table["stack"] == stack], measured, tolerance_of(family))
 
 
 def test_a_decoder_that_sees_what_comes_is_not_explained_as_one_that_predicts_it():
@@ -274,4 +259,4 @@ def test_a_decoder_with_sdpa_has_the_figures_of_its_eager_attention(family):
         with AttentionProbe(model, relevant=relevant) as probe:
             model(**given)
     calls = [[Call(layer, mask.numpy(), mask.numpy(), 0, relevant.numpy())] for layer in maps]
-    compared(probe.table(), table_of(calls), 1e-5)
+    assert_table(probe.table(), table_of(calls), 1e-5)
