@@ -211,7 +211,7 @@ def _mappings(
         # What a family needs to be recognised by is not needed where the caller names the family.
         is_whole = file.partial is None and not requested
         against = contradictions(table, prefixes[0], names, config, architecture.own_keys, is_whole)
-        for what, (facts, reason) in file.doubts.items():
+        for what, (facts, reason) in file.open_facts.items():
             against.add(facts, what, f"{reason}: {', '.join(facts)} unknown")
         table |= dict.fromkeys(against.unknown, UNKNOWN)
         plain = mapping_under(prefixes[0], table, title=architecture.title)

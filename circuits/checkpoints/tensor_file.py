@@ -33,8 +33,8 @@ class TensorFile(ABC):
         training: What the trainer's state beside the weights says: `global_step`, `loss` and `learning_rate`.
         config: The model's dimensions and settings, or None.
         config_origin: Where the config was found: "config.json", "model_args in the file" and so on.
-        doubts: What the file has or lacks beyond its config, with the names of the facts about attention that are
-            unknown therefore, and the reason.
+        open_facts: The names of the facts about attention that the file leaves open beside its config, and the reason,
+            by what it has or lacks.
         partial: A sentence that says so if the file is only a part of a model, or None.
         waits: Whether reading waits for a network, so that it pays to read the next tensors in the meantime.
     """
@@ -56,7 +56,7 @@ class TensorFile(ABC):
         self.training: dict[str, int | float] = {}
         self.config: dict[str, Any] | None = None
         self.config_origin: str | None = None
-        self.doubts: dict[str, tuple[tuple[str, ...], str]] = {}
+        self.open_facts: dict[str, tuple[tuple[str, ...], str]] = {}
         self.partial: str | None = None
 
     @property
@@ -73,7 +73,7 @@ class TensorFile(ABC):
         self.metadata, self.values, self.lists = file.metadata, file.values, file.lists
         self.collections, self.unread, self.training = file.collections, file.unread, file.training
         self.containers = file.containers
-        self.waits, self.partial, self.doubts = file.waits, file.partial, file.doubts
+        self.waits, self.partial, self.open_facts = file.waits, file.partial, file.open_facts
         self.config, self.config_origin = file.config, file.config_origin
 
     def take_config(self, table: dict[str, Any], origin: str) -> None:

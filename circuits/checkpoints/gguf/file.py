@@ -19,11 +19,11 @@ from ..tensor_file import TensorFile
 from .architectures import Converted, architectures
 from .config import heads_of, stated_config, width_of_heads
 from .conversions import CONVERSIONS
-from .doubts import doubts_about
 from .elements import elements_of
 from .header import Header, read_header
 from .metadata import Metadata
 from .names import Source, renamed
+from .open_facts import open_facts
 from .positions import stated_positions
 
 #: What a config calls the number of heads; one without it is not that of the model.
@@ -83,10 +83,10 @@ class GgufFile(TensorFile):
         """
         if any(name in table for name in _NAMES_OF_HEADS):
             super().take_config(table, origin)
-            self.doubts = {}
+            self.open_facts = {}
 
     def _state(self, metadata: Metadata, count: int) -> None:
-        """Note the config, and the facts that are in doubt."""
+        """Note the config, and the facts that are left open."""
         config = stated_config(metadata, self._converted, count)
         positions, not_known = stated_positions(
             metadata,
@@ -96,9 +96,11 @@ class GgufFile(TensorFile):
             lambda name: self._values(self._sources[name]),
         )
         self.config = config | positions
-        self.doubts = doubts_about(metadata, self._converted, {source.stored.name for source in self._sources.values()})
+        self.open_facts = open_facts(
+            metadata, self._converted, {source.stored.name for source in self._sources.values()}
+        )
         if not_known is not None:
-            self.doubts[not_known] = ("rotary",), "in the metadata, so the rotation is not known"
+            self.open_facts[not_known] = ("rotary",), "in the metadata, so the rotation is not known"
 
     def _shape(self, source: Source) -> tuple[int, ...]:
         shape = source.stored.shape

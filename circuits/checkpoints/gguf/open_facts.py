@@ -1,4 +1,4 @@
-"""What a GGUF file states about attention that is not read, or does not state, with the facts that are unknown then."""
+"""The facts about attention that a GGUF file leaves open: it states what is not read, or does not state them."""
 
 from collections.abc import Container
 from typing import Any
@@ -24,33 +24,33 @@ _READ_WITHOUT = "in the metadata, which this architecture is read without"
 _CAUSAL, _LOCAL_BASE, _ROTATES = "attention.causal", "rope.freq_base_swa", "rope.scaling.finetuned"
 
 
-def doubts_about(
+def open_facts(
     metadata: Metadata, converted: Converted, tensors: Container[str]
 ) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Return what the file has or lacks, each with the facts that are unknown therefore, and the reason.
+    """Return the facts that the file leaves open, and the reason, by what it has or lacks.
 
     Args:
         metadata: The metadata.
         converted: How the architecture is stored.
         tensors: The names of the tensors in the file.
     """
-    doubts: dict[str, tuple[tuple[str, ...], str]] = {}
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
     for key, facts in _CHANGES.items():
         if key not in converted.keys and not _is_off(metadata.value(key)):
-            doubts[_words(metadata, key)] = facts, _READ_WITHOUT
+            found[_words(metadata, key)] = facts, _READ_WITHOUT
     causal = metadata.value(_CAUSAL)
     if causal is not None and bool(causal) != converted.is_causal:
-        doubts[_words(metadata, _CAUSAL)] = ("causal",), _READ_WITHOUT
+        found[_words(metadata, _CAUSAL)] = ("causal",), _READ_WITHOUT
     local = metadata.value(_LOCAL_BASE)
     if not converted.has_local_base and local not in (None, metadata.value("rope.freq_base")):
-        doubts[_words(metadata, _LOCAL_BASE)] = ("rotary",), _READ_WITHOUT
+        found[_words(metadata, _LOCAL_BASE)] = ("rotary",), _READ_WITHOUT
     if converted.score_scale is not None and metadata.value(_ROTATES) is False:
-        doubts[_words(metadata, _ROTATES)] = ("positions", "rotary"), "in the metadata, so nothing may rotate"
+        found[_words(metadata, _ROTATES)] = ("positions", "rotary"), "in the metadata, so nothing may rotate"
     for left_open in converted.leaves_open:
         what = _what_leaves_open(left_open, metadata, tensors)
         if what is not None:
-            doubts[what] = left_open.facts, left_open.reason
-    return doubts
+            found[what] = left_open.facts, left_open.reason
+    return found
 
 
 def _what_leaves_open(left_open: LeftOpen, metadata: Metadata, tensors: Container[str]) -> str | None:
