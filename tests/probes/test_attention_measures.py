@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 from qkov.analyses.attention import Rollout
+from qkov.analyses.attention.maps.columns import Columns
 from qkov.probes import AttentionProbe
-from qkov.probes.attention.measures import _parts
+from qkov.probes.attention.measures import QueryMeasures, _parts
+from qkov.probes.maps.sides import Sides
+from torch import nn
 
 from ..analyses.tiny_models import Tiny, gpt2
 from .plain_measures import plain_rollout
@@ -36,6 +39,57 @@ def test_maps_are_measured_in_parts_of_a_sixth_and_of_no_more_than_2_20_numbers(
     assert (seen == 1).all()
     assert len(sizes) == parts
     assert max(sizes) <= max(keys, min(2**20, maps * queries * keys // 6))
+
+
+@pytest.mark.parametrize(("window", "shares"), [(4, [1 / 3, 2 / 4]), (3, [1 / 3, 2 / 3]), (2, [1 / 2, 1 / 2])])
+def test_the_chance_of_queries_that_follow_a_dropped_key_is_over_the_keys_that_they_reach(window, shares):
+    # The keys are the columns 2 to 5, and the queries the last two of them.
+    distances = torch.arange(2)[:, None] + 2 - torch.arange(4)
+    attention = ((distances >= 0) & (distances < window)).double().expand(1, 3, 2, 4)
+    ones, readout = torch.ones(1, 4, dtype=torch.bool), torch.tensor([1])
+    sides = Sides(
+        keys=ones,
+        queries=ones[:, :2],
+        asked=ones[:, :2],
+        relevant=torch.tensor([[False, True, False, True]]),
+        relevant_tokens=torch.tensor([2]),
+        tokens=torch.tensor([6]),
+        readout=readout,
+        readable=ones[:, 0],
+        columns=Columns(4, 2),
+        positions=None,
+        seen=None,
+        padded=False,
+    )
+    measured = QueryMeasures(attention, sides, ("relevant",), None)
+    np.testing.assert_allclose(measured.values["chance"][0], [shares] * 3, atol=1e-12)
+    np.testing.assert_allclose(measured.at("chance", sides), [[shares[1]] * 3], atol=1e-12)
+
+
+class UpTo(nn.Module):
+    """Runs as many of its layers as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, vectors: torch.Tensor, depth: int) -> torch.Tensor:
+        for layer in list(self.layers)[:depth]:
+            vectors = vectors + layer(vectors, vectors, vectors)[0]
+        return vectors
+
+
+def test_rollout_is_left_out_where_a_call_does_not_run_every_layer():
+    torch.manual_seed(0)
+    model, vectors = UpTo().eval(), torch.randn(3, 5, 8)
+    with torch.no_grad(), AttentionProbe(model, relevant=torch.arange(5) < 2, maps="all") as probe:
+        model(vectors, 2)
+        model(vectors, 1)
+    maps = [torch.stack([probe.maps[layer, head][0] for head in range(2)], dim=1) for layer in range(2)]
+    wanted = plain_rollout(maps, torch.ones(3, 5, dtype=torch.bool), [4, 4, 4])[:, :2].sum(dim=1)
+    found = probe.examples()["rollout"].to_numpy()
+    np.testing.assert_allclose(found[:3], wanted, atol=1e-6)
+    assert np.isnan(found[3:]).all()
 
 
 @pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2), None])

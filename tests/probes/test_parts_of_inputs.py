@@ -7,8 +7,11 @@ import pytest
 import torch
 import transformers
 from qkov.analyses.attention import load_model
+from qkov.analyses.attention.maps.search import source_of
+from qkov.analyses.attention.maps.source import LayerMap
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
+from qkov.probes.maps.parts import why_in_parts
 from torch import nn
 
 from ..analyses.tiny_models import small
@@ -235,6 +238,45 @@ def test_several_choices_for_each_example_are_sequences_of_their_own():
         flat.table().drop(columns="finite").to_numpy(), abs=1e-6
     )
     assert len(probe.examples()) == 6
+
+
+IDS, VECTORS = torch.long, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "positions_first", "whole", "parts"),
+    [
+        # One sequence without a batch.
+        ((5,), IDS, False, {1}, {5: 1, 2: 1}),
+        ((5, 8), VECTORS, False, {1, 5}, {3: 1}),
+        # Sequences for each example, and all of them.
+        ((2, 3, 5), IDS, False, {2, 6}, {3: 2}),
+        # The first dimension counts the inputs.
+        ((2, 5), IDS, False, {2}, {1: 2, 4: 2}),
+        ((5, 5), IDS, False, {5}, {1: 5}),
+        ((7, 8), VECTORS, False, {7}, {1: 7}),
+        ((7,), VECTORS, False, {7}, {1: 7}),
+        ((5,), VECTORS, True, {5}, {1: 5}),
+        ((5, 3, 8), VECTORS, False, {5}, {3: 5}),
+        # Vectors by position, and then by example.
+        ((5, 3, 8), VECTORS, True, {3, 5}, {4: 3, 1: 3}),
+        ((7, 3, 8), VECTORS, True, {7}, {3: 7}),
+    ],
+)
+def test_the_number_of_inputs_that_a_tensor_may_stand_for(shape, dtype, positions_first, whole, parts):
+    source = source_of(nn.MultiheadAttention(8, 2))
+    source.positions_first = positions_first
+    for maps in whole | set(parts):
+        why = why_in_parts(
+            LayerMap(("", 0), torch.full((maps, 2, 5, 5), 0.2)), source, {"input": torch.ones(shape, dtype=dtype)}
+        )
+        if maps in whole:
+            assert why is None
+        else:
+            count = parts[maps]
+            words = f"maps of {maps} parts (windows, frames or the like) for {count} input{'s' * (count > 1)}, and"
+            assert why is not None
+            assert words in why
 
 
 def in_order() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], int]]:

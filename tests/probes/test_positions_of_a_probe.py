@@ -183,6 +183,62 @@ def test_packed_sequences_are_measured_as_examples_of_their_own(name, told):
     assert probe.examples()["chance"][0] == pytest.approx(float(ON[2].float().mean()))
 
 
+@pytest.mark.parametrize("told", ["position_ids", "mask"])
+def test_packed_sequences_of_different_lengths_are_measured_as_examples_of_their_own(told):
+    model, lengths = built("LlamaForCausalLM"), (1, 3, 2)
+    ids = torch.randint(8, 50, (1, 6), generator=torch.Generator().manual_seed(4))
+    apart = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()[None, None]
+    whole = torch.zeros(1, 1, 6, 6).masked_fill(~apart, torch.finfo(torch.float32).min)
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    given = {"attention_mask": whole} if told == "mask" else {"attention_mask": whole, "position_ids": places}
+    relevant = torch.tensor([[1, 0, 1, 1, 0, 1]])
+    with torch.no_grad():
+        with AttentionProbe(model, relevant=relevant) as probe:
+            model(ids, use_cache=False, **given)
+        maps = list(model(ids, **given, **ASKED).attentions)
+    # Each sequence as an example that is padded on the right.
+    alone = [torch.zeros(3, 4, 3, 3) for _ in maps]
+    on, start = torch.zeros(3, 3), 0
+    for example, length in enumerate(lengths):
+        part = slice(start, start + length)
+        for into, attention in zip(alone, maps, strict=True):
+            into[example, :, :length, :length] = attention[0, :, part, part]
+        on[example, :length], start = relevant[0, part], start + length
+    mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+    assert_table(probe.table(), plain("LlamaForCausalLM", alone, mask, on))
+
+
+def test_a_mask_for_the_first_call_takes_what_is_generated_for_tokens():
+    model, ids, mask = built("LlamaForCausalLM"), prompt(), padding("left")
+    with torch.no_grad(), AttentionProbe(model, mask=mask) as probe:
+        model.generate(ids, attention_mask=mask.long(), **GREEDY)
+    assert list(probe.examples()["tokens"]) == [length + step for step in range(NEW) for length in LENGTHS]
+    assert set(probe.table()["queries"]) == {sum(LENGTHS) + 3 * (NEW - 1)}
+
+
+def test_a_mask_of_other_positions_than_the_map_s_counts_where_it_hides_something():
+    attention = LayerMap(("", 0), torch.full((2, 2, 5, 5), 0.2))
+
+    def mask_in_call(mask: Any) -> Any:
+        return MapInCall(attention, None, called_with(attention_mask=mask)).mask_in_call(5)
+
+    frames = torch.ones(2, 7)
+    assert mask_in_call(frames) is None
+    assert mask_in_call(None) is None
+    hiding = torch.arange(7).expand(2, -1) < torch.tensor([[7], [4]])
+    for mask in (torch.ones(2, 5), hiding, hiding.long(), hiding[1], torch.ones(2, 1, 7, 7), torch.ones(7), 2 * frames):
+        assert mask_in_call(mask) is mask
+
+
+def test_queries_that_are_asked_for_where_no_positions_are_known_are_as_many_as_the_layer_has():
+    attention = LayerMap(("", 0), torch.full((1, 2, 5, 9), 1 / 9), columns=Unknown("it pools"))
+    of = MapInCall(attention, None, called_with())
+    asked = TokenMasks(None, None, torch.tensor([0, 1, 1, 0, 1]), "last").sides(of, None).asked
+    assert asked.tolist() == [[False, True, True, False, True]]
+    with pytest.raises(CallError, match="queries has 1 positions, and the map of layer 0 has 5"):
+        TokenMasks(None, None, torch.ones(1), "last").sides(of, None)
+
+
 def test_positions_that_begin_again_where_tokens_see_each_other_are_not_known():
     model, ids = built("LlamaForCausalLM"), prompt()[:1]
     shown = torch.ones_like(ids)
