@@ -209,7 +209,7 @@ class WatchedBatch:
         (stack, layer), settings = layer_map.key, self.settings.rollout
         if stack or settings is None or not layer_map.is_self:
             return None
-        if sides.columns != WHOLE or layer_map.shape[2] != layer_map.shape[3]:
+        if sides.columns != WHOLE:
             self._rollout = None
         elif layer == 0:
             self._rollout = RolloutMass(settings, sides, rows=self.settings.rollout_rows)
