@@ -91,7 +91,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "analyses/studies/paper_setting.py": _tests("analyses", "comparison"),
     "analyses/studies/growth.py": _tests("analyses", "comparison", "training"),
     "probes/attention/batch.py": _tests(
-        "probes", "attention_probe", "attention_probe_sources", "parts_of_inputs", "what_a_probe_says"
+        "probes",
+        "attention_probe",
+        "attention_probe_sources",
+        "attention_measures",
+        "parts_of_inputs",
+        "what_a_probe_says",
     ),
     "probes/attention/head_sums.py": _tests("probes", "attention_probe", "positions_of_a_probe", "fused_kernels"),
     "probes/attention/measures.py": _tests(
@@ -100,8 +105,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/attention/rollout_mass.py": _tests("probes", "attention_measures", "attention_probe"),
     "probes/attention/tables.py": _tests("probes", "attention_probe", "attention_probe_sources", "what_a_probe_says"),
     "probes/maps/masks.py": _tests("probes", "attention_probe", "attention_probe_sources", "positions_of_a_probe"),
-    "probes/maps/positions.py": _tests("probes", "positions_of_a_probe", "attention_probe"),
-    "probes/maps/model_call.py": _tests("probes", "positions_of_a_probe", "attention_probe"),
+    "probes/maps/positions.py": _tests("probes", "positions_of_a_probe", "attention_probe", "attention_probe_sources"),
+    "probes/maps/model_call.py": _tests("probes", "positions_of_a_probe", "attention_probe", "attention_probe_sources"),
     "probes/maps/parts.py": _tests("probes", "parts_of_inputs"),
     "probes/maps/reader.py": _tests("probes", "positions_of_a_probe", "attention_probe"),
     "probes/maps/selection.py": _tests("probes", "attention_probe", "attention_probe_sources"),
