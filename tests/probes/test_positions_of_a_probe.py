@@ -190,7 +190,7 @@ def test_packed_sequences_of_different_lengths_are_measured_as_examples_of_their
     apart = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()[None, None]
     whole = torch.zeros(1, 1, 6, 6).masked_fill(~apart, torch.finfo(torch.float32).min)
     places = torch.cat([torch.arange(length) for length in lengths])[None]
-    given = {"attention_mask": whole} if told == "mask" else {"attention_mask": whole, "position_ids": places}
+    given = {"attention_mask": whole} if told == "mask" else {"position_ids": places}
     relevant = torch.tensor([[1, 0, 1, 1, 0, 1]])
     with torch.no_grad():
         with AttentionProbe(model, relevant=relevant) as probe:
