@@ -143,7 +143,8 @@ def _blocks(seen: Bool[Tensor, "batch query key"], queries: Bool[Tensor, "batch 
     least = torch.where(seen, places, size).amin(dim=2).masked_fill(~queries, size)
     most = torch.where(seen, places, -1).amax(dim=2).masked_fill(~queries, -1)
     after = least.flip(1).cummin(dim=1).values.flip(1)
-    before = torch.cat([torch.full_like(most[:, :1], -1), most.cummax(dim=1).values[:, :-1]], dim=1)
+    # The first column gets the value of the last one, and does not need it: the first token is no beginning.
+    before = most.cummax(dim=1).values.roll(1, dims=1)
     begins = queries & (after >= places) & (before < places)
     begins[torch.arange(len(queries), device=seen.device), _first(queries)] = False
     return begins
