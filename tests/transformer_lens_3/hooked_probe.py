@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.probes import AttentionProbe
+from transformer_lens import HookedEncoder, HookedTransformerConfig
 
 from ..circuits.test_transformer_lens import build
 from ..probes.beside_hooks import CHECKS
@@ -64,3 +65,46 @@ def test_every_way_of_calling_it_is_seen_and_reset_hooks_leaves_the_probe(tmp_pa
 @pytest.mark.parametrize("check", CHECKS)
 def test_as_hooks_beside_the_user_s(example, check, tmp_path):
     check(hooked(build(example), tmp_path).eval())
+
+
+def saturated(model: Any, factor: float) -> Any:
+    """The same model with scores so large that most weights are exactly 0."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("W_Q", "q_norm.w")):
+                weight.mul_(factor)
+    return model
+
+
+def test_what_a_query_can_see_is_told_by_the_mask_where_weights_are_0(example, tmp_path):
+    model = saturated(hooked(build(example), tmp_path), 1e6).eval()
+    left = MASK.flip(1)
+    for mask in (torch.ones_like(MASK), left):
+        with torch.no_grad():
+            with AttentionProbe(model, relevant=RELEVANT) as probe:
+                model(IDS, attention_mask=mask.long())
+            _, cache = model.run_with_cache(IDS, attention_mask=mask.long())
+        maps = [cache[f"blocks.{layer}.attn.hook_pattern"] for layer in range(model.cfg.n_layers)]
+        assert all((pattern[:, :, -1] == 0).any() for pattern in maps)
+        window = model.cfg.window_size if getattr(model.cfg, "use_local_attn", False) else None
+        wanted = plain_measures(maps, mask, RELEVANT, window=window)
+        for name in ("chance", "chance_at_readout"):
+            np.testing.assert_allclose(probe.table()[name], wanted[name].flatten(), rtol=0, atol=1e-6)
+
+
+def test_an_encoder_sees_both_sides_where_weights_are_0():
+    sizes = {"n_layers": 2, "d_model": 16, "n_ctx": 16, "d_head": 8, "n_heads": 2, "d_mlp": 16, "d_vocab": 50}
+    config = HookedTransformerConfig(**sizes, act_fn="gelu", attention_dir="bidirectional", seed=0)
+    model: Any = HookedEncoder(config, move_to_device=False).eval()
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    saturated(model, 100)
+    with torch.no_grad():
+        with AttentionProbe(model, relevant=RELEVANT) as probe:
+            model(IDS, one_zero_attention_mask=MASK.long())
+        _, cache = model.run_with_cache(IDS, one_zero_attention_mask=MASK.long())
+    maps = [cache[f"blocks.{layer}.attn.hook_pattern"] for layer in range(2)]
+    assert (maps[0][0, :, [0, -1]] == 0).any()
+    wanted = plain_measures(maps, MASK, RELEVANT, causal=False)
+    np.testing.assert_allclose(probe.table()["chance"], wanted["chance"].flatten(), rtol=0, atol=1e-6)

@@ -11,6 +11,7 @@ from ....circuits.live.hooked_blocks import hooked_blocks
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import CallHook, ForwardHook, OnCall, before_forward, naming, on_call
 from .columns import CachedColumns
+from .hooked_masks import HookedMasks
 from .modes import mode_after_dropout
 from .seen import LayerMasks
 from .source import InputReceiver, LayerMap, MapSource, Receiver
@@ -39,7 +40,7 @@ class HookedMaps(MapSource):
         self.name, self.keys, self._attentions = name, tuple(attentions), attentions
         names = {key: getattr(attention.point, "name", None) for key, attention in attentions.items()}
         self.hook_points = {key: point for key, point in names.items() if point is not None}
-        self._columns, self._masks = CachedColumns(), LayerMasks()
+        self._columns, self._masks, self._of_hooked = CachedColumns(), LayerMasks(), HookedMasks()
         self._arguments: dict[nn.Module, dict[str, Any]] = {}
 
     @classmethod
@@ -73,6 +74,7 @@ class HookedMaps(MapSource):
         """Forget what an earlier call said about positions."""
         self._columns.forget()
         self._masks.forget()
+        self._of_hooked.forget()
         self._arguments = {}
         return nullcontext()
 
@@ -94,11 +96,11 @@ class HookedMaps(MapSource):
                 receive(LayerMap(key, attention, is_self="cross" not in key[0], mode=mode))
                 return
             columns = self._columns.of(module, *attention.shape[-2:])
-            # A layer of HookedTransformer adds its causal mask to the mask that it is called with.
-            adds_own = hasattr(module, "apply_causal_mask")
+            own_masks = hasattr(module, "apply_causal_mask")
 
             def seen() -> Tensor | None:
-                return None if adds_own else self._masks.seen(module, arguments, attention)
+                masks = self._of_hooked if own_masks else self._masks
+                return masks.seen(module, arguments, attention)
 
             receive(LayerMap(key, attention, columns=columns, seen=seen, mode=mode))
 
