@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from ...analyses.attention.maps.columns import WHOLE, Columns, Unknown
+from ...analyses.attention.maps.columns import Unknown
 from ...analyses.dynamics.sequences import Sequences
 from ...circuits.algebra.products import upcast
 from ..maps.positions import first_key
@@ -16,6 +16,7 @@ from ..maps.sides import Sides
 BY_POSITION = ("sink", "self", "previous", "next")
 #: Scratch memory is at most this many numbers, or this share (1/6) of a layer's maps if they are small.
 _SCRATCH, _SHARE = 1 << 20, 6
+_MASK_NOT_KNOWN = Unknown("the layer was called with no mask that says which keys a query can see")
 
 
 class QueryMeasures:
@@ -229,45 +230,21 @@ def _chance(
     if sides.columns is None:
         counts = counted.sum(dim=1, keepdim=True)
         return (counts[..., 0] / counts[..., 1]).expand(batch, queries)
-    if isinstance(sides.columns, Unknown):
-        return sides.columns
-    upto = torch.cat([torch.zeros_like(counted[:, :1]), counted.cumsum(dim=1)], dim=1)
-    back, ahead = _reach(attention, sides, sides.columns)
-    positions = sides.columns.query - sides.columns.key + torch.arange(queries, device=attention.device)
-    first, end = (positions - back).clamp(min=0), (positions + ahead + 1).clamp(max=keys)
-    seen = upto[:, end] - upto[:, first]
-    return seen[..., 0] / seen[..., 1]
+    return sides.columns if isinstance(sides.columns, Unknown) else _MASK_NOT_KNOWN
 
 
-def sees_ahead(attention: Float[Tensor, "batch head query key"], sides: Sides, first: int = 0) -> bool:
-    """Return whether a query of a map of the whole sequence can see a key after it.
+def sees_ahead(queries: int, sides: Sides, first: int = 0) -> bool | None:
+    """Return whether a query of a map of the whole sequence can see a key after it; None if that is not known.
 
     Args:
-        attention: The maps of a layer, or a block of their queries, of which it is known what they see.
+        queries: The number of queries, of the map or of a block of it.
         sides: Their queries and keys.
         first: The number of the first query.
     """
-    if sides.seen is not None:
-        queries = attention.shape[2]
-        tokens = sides.queries[..., None] & sides.keys[:, None]
-        return bool((sides.seen.to(attention.device).expand(-1, queries, -1) & tokens).triu(1 + first).any())
-    return bool(_reach(attention, sides, WHOLE)[1] > 0)
-
-
-def _reach(
-    attention: Float[Tensor, "batch head query key"], sides: Sides, columns: Columns
-) -> tuple[Int[Tensor, ""], Int[Tensor, ""]]:
-    """Return how many keys back the last token of any example sees, and how many keys ahead the first one, at most."""
-    examples = torch.arange(len(attention), device=attention.device)
-    positions = torch.arange(attention.shape[-1], device=attention.device)
-    last = sides.queries.shape[1] - 1 - sides.queries.flip(1).long().argmax(dim=1)
-    first = sides.queries.long().argmax(dim=1)
-    distances = []
-    for query in (last, first):
-        seen = (attention[examples, :, query] > 0).any(dim=1) & sides.keys
-        distance = positions - (query + columns.query - columns.key)[:, None]
-        distances.append(torch.where(seen, distance, 0))
-    return -distances[0].min().clamp(max=0), distances[1].max().clamp(min=0)
+    if sides.seen is None:
+        return None
+    tokens = sides.queries[..., None] & sides.keys[:, None]
+    return bool((sides.seen.to(tokens.device).expand(-1, queries, -1) & tokens).triu(1 + first).any())
 
 
 def row_measures(

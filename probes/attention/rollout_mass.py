@@ -27,7 +27,8 @@ class RolloutMass:
             rows: Whether whole rows are wanted as well as the mass on the relevant tokens.
         """
         self._settings, self._sides, self._has_rows = settings, sides, rows
-        self.layers, self._sees_ahead = 0, False
+        self.layers = 0
+        self._sees_ahead: bool | None = False
         self._carried: list[Tensor] = []
         columns = [] if sides.relevant is None else [sides.relevant[..., None]]
         if rows:
@@ -56,7 +57,8 @@ class RolloutMass:
             attention: Their weights.
         """
         if self.layers == 0:
-            self._sees_ahead = self._sees_ahead or sees_ahead(attention, sides, queries.start)
+            ahead = sees_ahead(attention.shape[2], sides, queries.start)
+            self._sees_ahead = None if self._sees_ahead is None or ahead is None else self._sees_ahead or ahead
         if self._columns is not None and self._settings.takes(layer):
             self._carried.append(self._carry(layer, queries, attention, self._columns))
         if queries.stop < self._sides.queries.shape[1]:
@@ -95,10 +97,15 @@ class RolloutMass:
         return torch.where(relevant.any(dim=1).to(mass.device), mass, torch.nan)
 
     def chance(self) -> Float[Tensor, " batch"] | None:
-        """Return the share of relevant tokens among all tokens; in a causal model, among those up to the readout."""
+        """Return the share of relevant tokens among all tokens; in a causal model, among those up to the readout.
+
+        None if it is not known which tokens are relevant, NaN if it is not known whether the model is causal.
+        """
         sides = self._sides
         if sides.relevant is None:
             return None
+        if self._sees_ahead is None:
+            return torch.full((len(sides.readout),), torch.nan)
         columns = torch.arange(sides.keys.shape[1], device=sides.keys.device)
         seen = sides.keys & ((columns <= sides.readout[:, None]) | self._sees_ahead)
         if isinstance(sides.positions, Positions):

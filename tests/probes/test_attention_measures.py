@@ -1,5 +1,6 @@
 """The parts in which maps are measured, and rollout over some of the layers."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,12 @@ def test_maps_are_measured_in_parts_of_a_sixth_and_of_no_more_than_2_20_numbers(
 
 
 @pytest.mark.parametrize(("window", "shares"), [(4, [1 / 3, 2 / 4]), (3, [1 / 3, 2 / 3]), (2, [1 / 2, 1 / 2])])
-def test_the_chance_of_queries_that_follow_a_dropped_key_is_over_the_keys_that_they_reach(window, shares):
+def test_the_chance_of_queries_that_follow_a_dropped_key_is_over_the_keys_that_they_can_see(window, shares):
     # The keys are the columns 2 to 5, and the queries the last two of them.
     distances = torch.arange(2)[:, None] + 2 - torch.arange(4)
-    attention = ((distances >= 0) & (distances < window)).double().expand(1, 3, 2, 4)
+    seen = ((distances >= 0) & (distances < window))[None]
+    # No weight tells what is seen.
+    attention = torch.eye(4, dtype=torch.float64)[[1, 1]].expand(1, 3, 2, 4)
     ones, readout = torch.ones(1, 4, dtype=torch.bool), torch.tensor([1])
     sides = Sides(
         keys=ones,
@@ -58,12 +61,15 @@ def test_the_chance_of_queries_that_follow_a_dropped_key_is_over_the_keys_that_t
         readable=ones[:, 0],
         columns=Columns(4, 2),
         positions=None,
-        seen=None,
+        seen=seen,
         padded=False,
     )
     measured = QueryMeasures(attention, sides, ("relevant",), None)
     np.testing.assert_allclose(measured.values["chance"][0], [shares] * 3, atol=1e-12)
     np.testing.assert_allclose(measured.at("chance", sides), [[shares[1]] * 3], atol=1e-12)
+    unseen = QueryMeasures(attention, replace(sides, seen=None), ("relevant",), None)
+    assert "chance" not in unseen.values
+    assert unseen.unknown == {"chance": "the layer was called with no mask that says which keys a query can see"}
 
 
 class UpTo(nn.Module):

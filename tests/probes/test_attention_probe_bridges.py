@@ -110,6 +110,41 @@ def test_the_model_of_transformer_lens_own_is_watched_too():
     assert_table(probe.table(), plain_measures(patterns(model), torch.ones_like(MASK), RELEVANT))
 
 
+def saturated(model: Any) -> Any:
+    """The same model with scores so large that many weights are exactly 0."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "query" in name or ".q." in name:
+                weight.mul_(3e3)
+    return model
+
+
+def test_what_a_query_can_see_is_told_by_the_layer_where_weights_are_0(tmp_path):
+    options = {"d_model": 24, "d_head": 8, "n_heads": 3, "n_layers": 2, "n_ctx": 16, "d_vocab": 50, "act_fn": "gelu"}
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 24}
+    torch.manual_seed(0)
+    encoder = transformers.BertForMaskedLM._from_config(
+        transformers.BertConfig(vocab_size=50, **sizes), attn_implementation="eager"
+    )
+    encoder.save_pretrained(tmp_path)
+    made: Any = TransformerBridge
+    for causal in (True, False):
+        if causal:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = made.boot_native(TransformerBridgeConfig(**options, architecture="TransformerLensNative"))
+        else:
+            model = boot(tmp_path, encoder)
+        saturated(model).eval()
+        maps = patterns(model, attention_mask=MASK.long())
+        assert (maps[0][0, :, [0, -1]] == 0).any()
+        with torch.no_grad(), AttentionProbe(model, relevant=RELEVANT) as probe:
+            model(IDS, attention_mask=MASK.long())
+        wanted = plain_measures(maps, MASK, RELEVANT, causal=causal)
+        for name in ("chance", "chance_at_readout"):
+            np.testing.assert_allclose(probe.table()[name], wanted[name].flatten(), rtol=0, atol=1e-6)
+
+
 def agree(one: AttentionProbe, other: AttentionProbe) -> None:
     ours, theirs = (probe.table().drop(columns="hook", errors="ignore") for probe in (one, other))
     assert list(ours) == list(theirs)

@@ -164,6 +164,22 @@ def test_layers_have_their_own_numbers_where_some_have_no_attention():
     assert probe.examples()["rollout"].isna().all()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_xlm_s_config_tells_what_a_query_can_see_where_weights_are_0(causal):
+    torch.manual_seed(0)
+    config = transformers.XLMConfig(emb_dim=48, n_heads=4, n_layers=2, vocab_size=50, causal=causal)
+    model: Any = eager(transformers.XLMModel(config)).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "q_lin" in name:
+                weight.mul_(1e6)
+        with AttentionProbe(model, relevant=RELEVANT) as probe:
+            maps = model(IDS, attention_mask=MASK.long(), output_attentions=True).attentions
+    assert (maps[0][0, :, [0, -1]] == 0).any()
+    wanted = plain_measures(list(maps), MASK, RELEVANT, causal=causal)
+    np.testing.assert_allclose(probe.table()["chance"], wanted["chance"].flatten(), rtol=0, atol=1e-6)
+
+
 def test_a_part_of_a_model_can_be_watched_alone_and_a_model_around_another():
     model = eager(Tiny("LlamaForCausalLM", lambda: small("LlamaConfig", num_key_value_heads=2), "").build())
     with torch.no_grad(), AttentionProbe(model.model, maps={(1, 2)}) as probe:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformer_lens
 from qkov.probes import AttentionProbe
-from transformer_lens import HookedEncoder, HookedTransformerConfig
 
 from ..circuits.test_transformer_lens import build
 from ..probes.beside_hooks import CHECKS
@@ -94,8 +94,10 @@ def test_what_a_query_can_see_is_told_by_the_mask_where_weights_are_0(example, t
 
 def test_an_encoder_sees_both_sides_where_weights_are_0():
     sizes = {"n_layers": 2, "d_model": 16, "n_ctx": 16, "d_head": 8, "n_heads": 2, "d_mlp": 16, "d_vocab": 50}
-    config = HookedTransformerConfig(**sizes, act_fn="gelu", attention_dir="bidirectional", seed=0)
-    model: Any = HookedEncoder(config, move_to_device=False).eval()
+    # Newer versions have these names for other things.
+    made: Any = transformer_lens
+    config = made.HookedTransformerConfig(**sizes, act_fn="gelu", attention_dir="bidirectional", seed=0)
+    model = made.HookedEncoder(config, move_to_device=False).eval()
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)

@@ -1,4 +1,4 @@
-"""Which keys each query of a layer of HookedTransformer or HookedEncoder can see."""
+"""Which keys the queries of a layer with hook points can see, where the layer adds a causal mask of its own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,39 @@ from torch import Tensor, nn
 from .seen import seen_in
 
 
-class HookedMasks:
+def inside_bridge(module: nn.Module) -> nn.Module:
+    """Return the module that a bridge of TransformerLens calls; any other module is returned itself.
+
+    Args:
+        module: The attention module of a block.
+    """
+    return getattr(module, "original_component", module)
+
+
+def is_causal(module: nn.Module) -> bool | None:
+    """Return whether the queries of a module see no later keys; None if neither it nor a part of it says so.
+
+    Args:
+        module: The module inside a bridge.
+    """
+    stated = {vars(part).get("is_causal") for part in module.modules()} - {None}
+    return next(iter(stated)) if len(stated) == 1 else None
+
+
+def has_own_mask(module: nn.Module) -> bool:
+    """Return whether a layer adds a causal mask of its own: HookedTransformer's, or that of a bridge's own model.
+
+    Args:
+        module: The attention module of a block.
+    """
+    return hasattr(module, "apply_causal_mask") or _is_native(inside_bridge(module))
+
+
+class OwnMasks:
     """Reads the masks of the layers of one call; layers that mask alike get the same tensor.
 
-    A layer whose direction is causal adds a mask of its own, with its window, to the padding mask that it is called
-    with. The mask is what the layer's own method hides of scores of 0.
+    The mask of HookedTransformer, with its window, is what the layer's own method hides of scores of 0. A native model
+    of TransformerBridge keeps its mask in a buffer, which is true where a key is hidden.
     """
 
     def __init__(self) -> None:
@@ -35,18 +63,35 @@ class HookedMasks:
             arguments: What it was called with, by name.
             attention: Its map.
         """
-        hidden: Any = module
+        inside: Any = inside_bridge(module)
         queries, keys = attention.shape[-2:]
-        direction = getattr(hidden, "_attention_dir_override", None) or hidden.cfg.attention_dir
         padding, added = arguments.get("attention_mask"), arguments.get("additive_attention_mask")
-        known = (direction, hidden.attn_type, id(padding), id(added), queries, keys)
+        if _is_native(inside):
+            kind = inside.causal
+        else:
+            kind = (getattr(inside, "_attention_dir_override", None) or inside.cfg.attention_dir, inside.attn_type)
+        known = (kind, id(padding), id(added), queries, keys)
         if known not in self._read:
-            visible: Tensor | None = torch.ones(1, 1, keys, dtype=torch.bool, device=attention.device)
-            if direction == "causal":
-                scores = torch.zeros(1, 1, queries, keys, device=attention.device)
-                visible = seen_in(hidden.apply_causal_mask(scores, keys - queries, padding))
-            if added is not None and visible is not None:
-                also = seen_in(added)
-                visible = None if also is None else visible & also
-            self._read[known] = ((padding, added), visible)
+            own = torch.ones(1, 1, keys, dtype=torch.bool, device=attention.device)
+            if _is_native(inside):
+                own = ~inside.causal_mask[None, :queries, :keys] if inside.causal else own
+                given = [padding]
+            else:
+                if kind[0] == "causal":
+                    scores = torch.zeros(1, 1, queries, keys, device=attention.device)
+                    own = inside.apply_causal_mask(scores, keys - queries, padding)[:, 0] == 0
+                given = [added]
+            self._read[known] = ((padding, added), _all_of(own, [seen_in(mask) for mask in given if mask is not None]))
         return self._read[known][1]
+
+
+def _is_native(inside: nn.Module) -> bool:
+    return isinstance(getattr(inside, "causal_mask", None), Tensor) and isinstance(vars(inside).get("causal"), bool)
+
+
+def _all_of(own: Tensor, given: list[Tensor | None]) -> Tensor | None:
+    for visible in given:
+        if visible is None:
+            return None
+        own = own & visible.to(own.device)
+    return own

@@ -59,7 +59,12 @@ class LayerMasks:
         return self._of_kernels[known][1]
 
     def seen(
-        self, module: nn.Module, arguments: Mapping[str, Any], attention: Float[Tensor, "batch head query key"]
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        attention: Float[Tensor, "batch head query key"],
+        *,
+        is_causal: bool | None = None,
     ) -> Bool[Tensor, "#batch #query key"] | None:
         """Return which keys the queries of a map can see; None if that is not known.
 
@@ -67,14 +72,18 @@ class LayerMasks:
             module: The attention module.
             arguments: What it was called with, by name.
             attention: Its map.
+            is_causal: Whether queries see no later keys, where the module itself does not say; None if that is not
+                known.
         """
+        is_causal = getattr(module, "is_causal", is_causal)
         mask = next((arguments[name] for name in _MASKS if name in arguments), _ABSENT)
         bias = getattr(module, "bias", None)
         # Some modules keep a causal or local mask of their own, and cut it by the number of keys.
         own = bias if isinstance(bias, Tensor) and bias.dtype == torch.bool and bias.ndim == 4 else None
         queries, keys = attention.shape[-2:]
+        # Without a mask for each query, all of them see the same keys in a module that is not causal.
         by_query = isinstance(mask, Tensor) and mask.ndim > 2 and mask.shape[-2] == queries
-        if own is None and (mask is _ABSENT or not (by_query or _sees_all_alike(module, queries))):
+        if own is None and (mask is _ABSENT or not (by_query or queries == 1 or is_causal is False)):
             return None
         mask = mask if isinstance(mask, Tensor) else None
         known = (id(mask), id(own), queries, keys)
@@ -91,11 +100,6 @@ def _agrees(visible: Tensor, attention: Tensor) -> bool:
     """Return whether no weight of a map's first head is where its mask hides the key; some masks have another sense."""
     hidden = ~visible[0] & visible[0].any(dim=-1, keepdim=True)
     return not bool((hidden & (attention[0, 0] > 0)).any())
-
-
-def _sees_all_alike(module: nn.Module, queries: int) -> bool:
-    """Return whether all queries of a module that was called with a padding mask, or with none, see the same keys."""
-    return queries == 1 or getattr(module, "is_causal", None) is False
 
 
 def _seen(mask: Tensor | None, own: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -11,7 +11,7 @@ from ....circuits.live.hooked_blocks import hooked_blocks
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import CallHook, ForwardHook, OnCall, before_forward, naming, on_call
 from .columns import CachedColumns
-from .hooked_masks import HookedMasks
+from .hooked_masks import OwnMasks, has_own_mask, inside_bridge, is_causal
 from .modes import mode_after_dropout
 from .seen import LayerMasks
 from .source import InputReceiver, LayerMap, MapSource, Receiver
@@ -40,7 +40,7 @@ class HookedMaps(MapSource):
         self.name, self.keys, self._attentions = name, tuple(attentions), attentions
         names = {key: getattr(attention.point, "name", None) for key, attention in attentions.items()}
         self.hook_points = {key: point for key, point in names.items() if point is not None}
-        self._columns, self._masks, self._of_hooked = CachedColumns(), LayerMasks(), HookedMasks()
+        self._columns, self._masks, self._own_masks = CachedColumns(), LayerMasks(), OwnMasks()
         self._arguments: dict[nn.Module, dict[str, Any]] = {}
 
     @classmethod
@@ -74,12 +74,12 @@ class HookedMaps(MapSource):
         """Forget what an earlier call said about positions."""
         self._columns.forget()
         self._masks.forget()
-        self._of_hooked.forget()
+        self._own_masks.forget()
         self._arguments = {}
         return nullcontext()
 
     def _asks_for_columns(self, module: nn.Module) -> ForwardHook:
-        by_name = naming(module)
+        by_name = naming(inside_bridge(module))
 
         def hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._arguments[module] = by_name(args, kwargs)
@@ -96,11 +96,12 @@ class HookedMaps(MapSource):
                 receive(LayerMap(key, attention, is_self="cross" not in key[0], mode=mode))
                 return
             columns = self._columns.of(module, *attention.shape[-2:])
-            own_masks = hasattr(module, "apply_causal_mask")
 
             def seen() -> Tensor | None:
-                masks = self._of_hooked if own_masks else self._masks
-                return masks.seen(module, arguments, attention)
+                if has_own_mask(module):
+                    return self._own_masks.seen(module, arguments, attention)
+                inside = inside_bridge(module)
+                return self._masks.seen(inside, arguments, attention, is_causal=is_causal(inside))
 
             receive(LayerMap(key, attention, columns=columns, seen=seen, mode=mode))
 

@@ -192,7 +192,8 @@ class TransformersMaps(MapSource):
         columns = self._columns.of(module.module, *attention.shape[-2:])
 
         def seen() -> Tensor | None:
-            return self._masks.seen(module.module, arguments, attention)
+            is_causal = getattr(getattr(module.owner, "config", None), "causal", None)
+            return self._masks.seen(module.module, arguments, attention, is_causal=is_causal)
 
         return LayerMap(key, attention, columns=columns, seen=seen, mode=mode)
 
