@@ -11,6 +11,7 @@ from qkov.analyses.attention.maps.search import source_of
 from qkov.analyses.attention.maps.source import LayerMap
 from qkov.circuits import CallError
 from qkov.probes import AttentionProbe
+from qkov.probes.maps.model_call import ModelCall
 from qkov.probes.maps.parts import why_in_parts
 from torch import nn
 
@@ -267,9 +268,8 @@ def test_the_number_of_inputs_that_a_tensor_may_stand_for(shape, dtype, position
     source = source_of(nn.MultiheadAttention(8, 2))
     source.positions_first = positions_first
     for maps in whole | set(parts):
-        why = why_in_parts(
-            LayerMap(("", 0), torch.full((maps, 2, 5, 5), 0.2)), source, {"input": torch.ones(shape, dtype=dtype)}
-        )
+        layer_map = LayerMap(("", 0), torch.full((maps, 2, 5, 5), 0.2))
+        why = why_in_parts(layer_map, ModelCall(source, {"input": torch.ones(shape, dtype=dtype)}))
         if maps in whole:
             assert why is None
         else:
