@@ -34,11 +34,9 @@ class QueryMeasures:
     | `self`, `previous`, `next` | | p_ii, p_i,i-1, p_i,i+1; queries without such a key are left out |
     | `no_token` | | 1 - (1 - dropout) sum_j w_ij, w_ij the weights on tokens before they are normalised |
 
-    Queries without any weight, which dropout may produce, are left out everywhere but in `no_token`, and those of an
-    example without any relevant token are left out of `relevant` and `chance`. What a query can see is what the mask of
-    its layer says; where that is not known, it is taken from how far back the last token and how far ahead the first
-    token sees, which holds for causal, bidirectional and sliding attention. A key that the layer has dropped has no
-    weight.
+    Queries without any weight, which dropout may produce, are left out everywhere but in `no_token`, and those of a
+    sequence without any relevant token are left out of `relevant` and `chance`. What a query can see is what the mask
+    of its layer says; where that is not known, neither is `chance`. A key that the layer has dropped has no weight.
 
     Attributes:
         attends: Whether a query attends to anything.
@@ -84,9 +82,9 @@ class QueryMeasures:
             self.values["no_token"] = 1 - (1 - dropout) * total
             self.there["no_token"] = torch.ones_like(self.attends)
         self._read_positions(attention, sides, names, total)
-        if "relevant" in names and sides.relevant is not None and sides.relevant_tokens is not None:
+        if "relevant" in names and sides.relevant is not None and sides.has_relevant is not None:
             # Where no token is relevant there is nothing to measure: 0 would say that nobody attends to it.
-            exists = (sides.relevant_tokens > 0)[:, None, None].expand(-1, 1, total.shape[2])
+            exists = sides.has_relevant[:, None]
             self._add("relevant", rows.relevant / total, exists)
             chance = _chance(attention, sides, sides.relevant)
             if isinstance(chance, Unknown):

@@ -1,7 +1,7 @@
 """The mass that the rollout puts on some tokens, carried up through the layers without keeping a map."""
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from ...analyses.attention.measures.fusion import discard_smallest, fuse_heads, hide_padding
@@ -88,21 +88,21 @@ class RolloutMass:
     def mass(self) -> Float[Tensor, " batch"] | None:
         """Return the mass on the relevant tokens at each readout position; None if it is not known which are.
 
-        It is NaN for an example without any.
+        It is NaN where the sequence that is read has none.
         """
-        relevant = self._sides.relevant
-        if relevant is None:
+        exists = self._exists()
+        if exists is None:
             return None
         mass = self._at_readout()[:, 0]
-        return torch.where(relevant.any(dim=1).to(mass.device), mass, torch.nan)
+        return torch.where(exists.to(mass.device), mass, torch.nan)
 
     def chance(self) -> Float[Tensor, " batch"] | None:
         """Return the share of relevant tokens among all tokens; in a causal model, among those up to the readout.
 
         None if it is not known which tokens are relevant, NaN if it is not known whether the model is causal.
         """
-        sides = self._sides
-        if sides.relevant is None:
+        sides, exists = self._sides, self._exists()
+        if sides.relevant is None or exists is None:
             return None
         if self._sees_ahead is None:
             return torch.full((len(sides.readout),), torch.nan)
@@ -115,7 +115,12 @@ class RolloutMass:
                 seen & (columns >= sides.positions.start.gather(1, at)) & (columns < sides.positions.end.gather(1, at))
             )
         share = (sides.relevant & seen).sum(dim=1) / seen.sum(dim=1)
-        return torch.where(sides.relevant.any(dim=1), share, torch.nan)
+        return torch.where(exists, share, torch.nan)
+
+    def _exists(self) -> Bool[Tensor, " batch"] | None:
+        """Return whether the sequence that is read has a relevant token; None if it is not known which tokens are."""
+        has_relevant, readout = self._sides.has_relevant, self._sides.readout
+        return None if has_relevant is None else has_relevant.gather(1, readout[:, None])[:, 0]
 
     def rows(self) -> Float[Tensor, "batch position"]:
         """Return the whole row at each readout position.

@@ -14,7 +14,7 @@ from ...analyses.attention.models.model import last_token
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import layer_name
 from .model_call import ModelCall
-from .positions import Row, keys_among, positions_of
+from .positions import Positions, Row, keys_among, positions_of
 from .reader import Line, Reader, TokenMask, demand_length
 from .sides import Sides
 
@@ -114,17 +114,19 @@ class TokenMasks:
             relevant = real & line.fitted(marked, "relevant", grows=_grows(self.relevant), fill=False)
         readout = self._readout(queries, of.read)
         is_split = is_split and isinstance(in_call, Tensor)
+        positions = positions_of(Row(real, columns, queries, key, of.seen), ids, is_split=is_split)
         return Sides(
             keys=keys,
             queries=queries,
             asked=self._asked(queries, of, line),
             relevant=None if relevant is None else keys_among(relevant, columns, key),
             relevant_tokens=None if relevant is None else relevant.sum(dim=1),
+            has_relevant=None if relevant is None else _has(relevant, positions, query),
             tokens=real.sum(dim=1),
             readout=readout,
             readable=queries.gather(1, readout[:, None])[:, 0],
             columns=columns,
-            positions=positions_of(Row(real, columns, queries, key, of.seen), ids, is_split=is_split),
+            positions=positions,
             seen=of.seen,
             padded=columns.key + key > line.total or (is_given and not bool(keys.all() & queries.all())),
         )
@@ -177,6 +179,7 @@ class TokenMasks:
             asked=self._asked(queries, of, line),
             relevant=relevant,
             relevant_tokens=None if relevant is None else relevant.sum(dim=1),
+            has_relevant=None if relevant is None else _has(relevant, columns, queries.shape[1]),
             tokens=keys.sum(dim=1),
             readout=readout,
             readable=queries.gather(1, readout[:, None])[:, 0],
@@ -229,6 +232,15 @@ class TokenMasks:
 def _grows(given: Any) -> bool:
     """Return whether a mask may stand for the first tokens of a sequence that has grown since."""
     return not callable(given)
+
+
+def _has(
+    relevant: Bool[Tensor, "batch column"], positions: Positions | Unknown | None, queries: int
+) -> Bool[Tensor, "batch query"]:
+    """Return whether the sequence of each query has a relevant token; where it is not known, the row that it is in."""
+    if isinstance(positions, Positions):
+        return positions.sequences_with(relevant)
+    return relevant.any(dim=1, keepdim=True).expand(-1, queries)
 
 
 def _real_by_sight(

@@ -85,6 +85,7 @@ def sides_of_parts(layer_map: LayerOverPositions, call: ModelCall, masks: TokenM
         asked=queries,
         relevant=None,
         relevant_tokens=None,
+        has_relevant=None,
         tokens=keys.sum(dim=1),
         readout=torch.zeros(batch, dtype=torch.long, device=device),
         readable=keys.new_zeros(batch),

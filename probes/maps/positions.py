@@ -38,6 +38,15 @@ class Positions:
     start: Int[Tensor, "batch query"]
     end: Int[Tensor, "batch query"]
 
+    def sequences_with(self, marked: Bool[Tensor, "batch column"]) -> Bool[Tensor, "batch query"]:
+        """Return whether the sequence of each query has a marked token.
+
+        Args:
+            marked: The marked columns.
+        """
+        before = torch.nn.functional.pad(marked.long().cumsum(dim=1), (1, 0))
+        return before.gather(1, self.end) > before.gather(1, self.start)
+
     def block(self, queries: slice) -> "Positions":
         """Return where some of the queries are.
 

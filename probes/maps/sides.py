@@ -20,6 +20,7 @@ class Sides:
         asked: The queries that count; all of them are tokens.
         relevant: The keys that are relevant; all of them are tokens. None if that is not known.
         relevant_tokens: The number of relevant tokens of each example so far, be their keys in the map or not.
+        has_relevant: Whether any of them is in the sequence of a query, where several are packed into a row.
         tokens: The number of tokens of each example so far.
         readout: The query at which attention is read.
         readable: Whether the query there is a token.
@@ -34,6 +35,7 @@ class Sides:
     asked: Bool[Tensor, "batch query"]
     relevant: Bool[Tensor, "batch key"] | None
     relevant_tokens: Int[Tensor, " batch"] | None
+    has_relevant: Bool[Tensor, "batch query"] | None
     tokens: Int[Tensor, " batch"]
     readout: Int[Tensor, " batch"]
     readable: Bool[Tensor, " batch"]
@@ -54,6 +56,7 @@ class Sides:
             self,
             queries=self.queries[:, queries],
             asked=self.asked[:, queries],
+            has_relevant=None if self.has_relevant is None else self.has_relevant[:, queries],
             columns=replace(columns, query=columns.query + queries.start) if isinstance(columns, Columns) else columns,
             positions=positions.block(queries) if isinstance(positions, Positions) else positions,
             seen=seen,

@@ -56,6 +56,7 @@ def test_the_chance_of_queries_that_follow_a_dropped_key_is_over_the_keys_that_t
         asked=ones[:, :2],
         relevant=torch.tensor([[False, True, False, True]]),
         relevant_tokens=torch.tensor([2]),
+        has_relevant=ones[:, :2],
         tokens=torch.tensor([6]),
         readout=readout,
         readable=ones[:, 0],

@@ -183,6 +183,21 @@ def test_packed_sequences_are_measured_as_examples_of_their_own(name, told):
     assert probe.examples()["chance"][0] == pytest.approx(float(ON[2].float().mean()))
 
 
+def test_a_packed_sequence_without_a_relevant_token_counts_for_the_other_measures_alone():
+    model, on = built("LlamaForCausalLM"), ON & (torch.arange(3) < 2)[:, None]
+    ids = torch.randint(8, 50, (1, 12), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        with AttentionProbe(model, relevant=on.reshape(1, 12)) as probe:
+            model(ids, position_ids=PACKED, use_cache=False)
+        maps = blocks_of(list(model(ids, position_ids=PACKED, **ASKED).attentions))
+    table, example = probe.table(), probe.examples().iloc[0]
+    assert_table(table, plain("LlamaForCausalLM", maps, torch.ones(3, 4, dtype=torch.bool), on))
+    # The token that is read is in the sequence without one.
+    assert table[["relevant_at_readout", "chance_at_readout"]].isna().all(axis=None)
+    assert example[["chance", "rollout", "attention"]].isna().all()
+    assert example["relevant"] == int(on.sum())
+
+
 @pytest.mark.parametrize("told", ["position_ids", "mask"])
 def test_packed_sequences_of_different_lengths_are_measured_as_examples_of_their_own(told):
     model, lengths = built("LlamaForCausalLM"), (1, 3, 2)
