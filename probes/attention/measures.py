@@ -118,11 +118,12 @@ class QueryMeasures:
         total: Float[Tensor, "batch head query"],
     ) -> None:
         asked = [name for name in BY_POSITION if name in names]
+        # Keys without columns are a whole sequence, from its first token on.
+        keys = {"sink": first_key(sides.keys, attention.shape[2])} if sides.columns is None else {}
         if isinstance(sides.positions, Unknown):
-            self.unknown |= dict.fromkeys(asked, sides.positions.reason)
-            return
-        queries = attention.shape[2]
-        keys = {"sink": first_key(sides.keys, queries)} if sides.positions is None else sides.positions.keys
+            self.unknown |= dict.fromkeys((name for name in asked if name not in keys), sides.positions.reason)
+        elif sides.positions is not None:
+            keys = sides.positions.keys
         for name in asked:
             if name in keys:
                 key = keys[name]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ...analyses.attention.maps.columns import Columns, Unknown
+from ...analyses.attention.maps.columns import ONE_OR_TWO, Columns, Unknown
 from ...analyses.attention.maps.source import LayerOverPositions
 from ...analyses.attention.models.model import last_token
 from ...circuits.errors import CallError
@@ -141,7 +141,7 @@ class TokenMasks:
                 f"keys, and which of the queries are padding is not known: {columns.reason}"
             )
         queries = keys if query == key else keys.new_ones((batch, query))
-        return self._sides(of, keys, queries, columns, Line(0, query, of.layer_map))
+        return self._sides(of, keys, queries, Line(0, query, of.layer_map), columns, columns)
 
     def _between(self, of: MapInCall, decoder: Sides | None) -> Sides:
         """Return the sides of a map from one sequence to another one."""
@@ -156,15 +156,18 @@ class TokenMasks:
             demand_length(queries, query, "the mask of the queries", of.layer_map)
         else:
             queries = keys.new_ones((batch, query))
-        return self._sides(of, keys, queries, None, Line(start, start + query, of.layer_map))
+        # Between two sequences there are no positions to know.
+        positions = ONE_OR_TWO if of.layer_map.columns is ONE_OR_TWO else None
+        return self._sides(of, keys, queries, Line(start, start + query, of.layer_map), None, positions)
 
     def _sides(
         self,
         of: MapInCall,
         keys: Bool[Tensor, "batch key"],
         queries: Bool[Tensor, "batch query"],
-        columns: Unknown | None,
         line: Line,
+        columns: Unknown | None,
+        positions: Unknown | None,
     ) -> Sides:
         """Return the sides of a map whose queries and keys have no columns in common that are known."""
         relevant = None
@@ -184,7 +187,7 @@ class TokenMasks:
             readout=readout,
             readable=queries.gather(1, readout[:, None])[:, 0],
             columns=columns,
-            positions=columns,
+            positions=positions,
             seen=of.seen,
             padded=not bool(keys.all() & queries.all()),
         )

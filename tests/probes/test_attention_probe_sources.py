@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -421,3 +422,45 @@ def test_a_model_trained_in_parallel_is_watched_inside(tmp_path):
         assert set(probe.table()["queries"]) == {27}
     finally:
         torch.distributed.destroy_process_group()
+
+
+class Shifted(nn.Module):
+    """Attends from a sequence to the same sequence in a tensor of its own, to another one, or to a longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, vectors: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self.attention(vectors, other, other)[0]
+
+
+class OwnKernel(nn.Module):
+    """The same by torch's kernel in one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, vectors: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        queries, keys = self.queries(vectors)[:, None], self.keys(other)[:, None]
+        return nn.functional.scaled_dot_product_attention(queries, keys, keys)[:, 0]
+
+
+@pytest.mark.parametrize("kind", [Shifted, OwnKernel])
+def test_two_tensors_of_one_shape_are_one_sequence_only_if_their_values_are_equal(kind):
+    torch.manual_seed(0)
+    model, vectors, longer = kind().eval(), torch.randn(3, 9, 16), torch.randn(3, 12, 16)
+    tables = {}
+    for name, other in (("same", vectors), ("equal", vectors.clone()), ("moved", vectors + 1), ("longer", longer)):
+        with torch.no_grad(), AttentionProbe(model) as probe:
+            model(vectors, other)
+        tables[name] = probe.table()
+    pd.testing.assert_frame_equal(tables["same"], tables["equal"])
+    reason = "a layer was called with different tensors of one shape, which may be one sequence or two"
+    assert set(tables["moved"]["unknown"]) == {f"self, previous, next: {reason}"}
+    assert tables["moved"]["sink"].notna().all()
+    assert tables["moved"]["self"].isna().all()
+    assert tables["moved"]["entropy"].notna().all()
+    assert "unknown" not in tables["longer"]
+    assert tables["longer"]["sink"].notna().all()

@@ -49,6 +49,18 @@ class Unknown:
 WHOLE = Columns(0, 0)
 #: What is known where a source of maps says nothing.
 NOT_SAID = Unknown("nothing says which positions the queries and keys of a layer are")
+#: What is known of a map whose queries and keys may be of one sequence.
+ONE_OR_TWO = Unknown("a layer was called with different tensors of one shape, which may be one sequence or two")
+
+
+def is_one_sequence(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are certainly one sequence of vectors: the same tensor, or equal values.
+
+    Args:
+        one: A sequence, or a batch of them.
+        other: The other.
+    """
+    return one is other or (one.shape == other.shape and torch.equal(one, other))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..kernels.scores import KernelCall
 from ..kernels.torch_kernel import calls_kernel
 from ..kernels.watching import KernelCalls, one_call
 from .calls import CallHook, OnCall, around_forward, on_call
-from .columns import WHOLE, Unknown
+from .columns import NOT_SAID, ONE_OR_TWO, WHOLE, Unknown, is_one_sequence
 from .modes import mode_before_dropout
 from .numbering import numbered
 from .seen import LayerMasks
@@ -75,10 +75,11 @@ class KernelModules(MapSource):
             if inputs is not None and sequences:
                 inputs(key, sequences[0])
             mode = mode_before_dropout(call.dropout, is_training=module.training)
-            if len(sequences) != 1:
-                receive(LayerScores(key, call, is_self=False, mode=mode))
-                return
             queries, keys = call.shape[-2:]
+            if len(sequences) != 1:
+                columns = ONE_OR_TWO if queries == keys else NOT_SAID
+                receive(LayerScores(key, call, is_self=False, columns=columns, mode=mode))
+                return
             columns = WHOLE if queries == keys else _not_said(queries, keys)
             seen = self._masks.seen_by_kernel
             receive(LayerScores(key, call, columns=columns, seen=lambda: seen(call), mode=mode))
@@ -94,4 +95,8 @@ def _sequences(arguments: list[Any], call: KernelCall) -> list[Tensor]:
     """Return the distinct sequences of vectors among the arguments of a module."""
     sequences = [value for value in arguments if isinstance(value, Tensor) and value.ndim == 3]
     vectors = [value for value in sequences if value.is_floating_point() and len(value) == call.shape[0]]
-    return list({id(value): value for value in vectors}.values())
+    distinct: list[Tensor] = []
+    for value in vectors:
+        if not any(is_one_sequence(value, other) for other in distinct):
+            distinct.append(value)
+    return distinct

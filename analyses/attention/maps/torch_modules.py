@@ -10,7 +10,7 @@ from torch import nn
 
 from ....circuits.weights.layer_keys import LayerKey
 from .calls import CallHook, OnCall, around_forward, on_call
-from .columns import NOT_SAID, WHOLE
+from .columns import NOT_SAID, ONE_OR_TWO, WHOLE, is_one_sequence
 from .fused_layers import Progress, around_fused
 from .modes import EVALUATION, training_mode
 from .numbering import numbered
@@ -105,9 +105,10 @@ def _hook(
         attention = weights[..., :length]
         known = real_keys(arguments.get("key_padding_mask"))
         mode = training_mode(module.dropout, before=True) if module.training else EVALUATION
-        is_self = query is keys
+        is_cross = "cross" in key[0] or query.shape != keys.shape
+        is_self = not is_cross and is_one_sequence(query, keys)
+        columns = WHOLE if is_self else NOT_SAID if is_cross else ONE_OR_TWO
         seen = partial(seen_by_torch, arguments.get("attn_mask"), attention)
-        columns = WHOLE if is_self else NOT_SAID
         receive(LayerMap(key, attention, is_self=is_self, columns=columns, seen=seen, real_keys=known, mode=mode))
         if not consume:
             return None
