@@ -220,11 +220,8 @@ def _chance(
     counted = torch.stack([relevant, sides.keys], dim=-1).to(exact)
     if sides.seen is not None:
         seen = sides.seen.to(attention.device)
-        if seen.shape[1] == 1:
-            counts = seen.to(exact) @ counted
-        else:
-            step = max(1, _SCRATCH // (batch * keys))
-            counts = torch.cat([part.to(exact) @ counted for part in seen.split(step, dim=1)], dim=1)
+        step = max(1, _SCRATCH // (batch * keys))
+        counts = torch.cat([part.to(exact) @ counted for part in seen.split(step, dim=1)], dim=1)
         return (counts[..., 0] / counts[..., 1]).expand(batch, queries)
     if sides.columns is None:
         counts = counted.sum(dim=1, keepdim=True)

@@ -99,6 +99,17 @@ def test_rollout_is_left_out_where_a_call_does_not_run_every_layer():
     assert np.isnan(found[3:]).all()
 
 
+@pytest.mark.parametrize(("causal", "chance"), [(True, [0.0, 0.5, 2 / 3]), (False, [0.4, 0.4, 0.4])])
+def test_the_chance_of_rollout_is_over_what_one_layer_sees(causal, chance):
+    torch.manual_seed(0)
+    model, vectors = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(3, 5, 8)
+    mask = torch.ones(5, 5).triu(1).bool() if causal else None
+    relevant = torch.tensor([0, 1, 1, 0, 0])
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant, readout=torch.tensor([0, 1, 2])) as probe:
+        model(vectors, vectors, vectors, attn_mask=mask)
+    np.testing.assert_allclose(probe.examples()["chance"], chance, atol=1e-6)
+
+
 @pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2), None])
 def test_rollout_takes_the_layers_that_the_settings_name(layers):
     model: Any = Tiny("GPT2LMHeadModel", lambda: gpt2(attn_implementation="eager"), "").build()

@@ -153,6 +153,25 @@ def test_an_encoder_and_a_decoder_of_other_makes_are_told_apart():
     assert set(of_stack(table, "decoder cross")["queries"]) == {12}
 
 
+def test_a_decoder_alone_reads_the_padding_of_the_states_that_it_is_given():
+    config: Any = small("BertConfig", attn_implementation="eager", is_decoder=True, add_cross_attention=True)
+    model: Any = transformers.BertModel(config).eval()
+    states, shown = torch.randn(3, 9, 48, generator=torch.Generator().manual_seed(3)), MASK.flip(1)
+    given = {"encoder_hidden_states": states, "encoder_attention_mask": shown.long()}
+    queries = torch.arange(4) < torch.tensor([4, 2, 3])[:, None]
+    with torch.no_grad(), AttentionProbe(model) as probe:
+        output = model(IDS[:, :4], attention_mask=queries.long(), **given, output_attentions=True)
+    cross = of_stack(probe.table(), "cross")
+    assert set(cross["queries"]) == {9}
+    rows = torch.stack(list(output.cross_attentions)).double().transpose(2, 3)[:, queries]
+    assert rows.shape == (2, 9, 4, 9)
+    first = shown.long().argmax(dim=1)[queries.nonzero()[:, 0]]
+    sink = rows[:, torch.arange(9), :, first].mean(dim=0)
+    np.testing.assert_allclose(cross["sink"], sink.flatten(), atol=1e-6)
+    entropy = torch.special.entr(rows).sum(dim=-1).mean(dim=1)
+    np.testing.assert_allclose(cross["entropy"], entropy.flatten(), atol=1e-6)
+
+
 def test_layers_have_their_own_numbers_where_some_have_no_attention():
     options = {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2}
     config: Any = small("JambaConfig", num_key_value_heads=2, num_experts=2, attn_layer_offset=1, **options)

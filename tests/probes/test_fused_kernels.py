@@ -364,6 +364,14 @@ def test_what_is_not_known_is_refused_with_the_reason(monkeypatch):
         paged(IDS)
 
 
+def test_without_a_query_there_is_no_largest_score():
+    model = build("GPT2LMHeadModel", gpt2())
+    with torch.no_grad(), AttentionProbe(model, queries=torch.zeros(9)) as probe:
+        model(IDS)
+    assert probe.table()["max_logit"].isna().all()
+    assert set(probe.table()["queries"]) == {0}
+
+
 def test_the_largest_score_is_not_known_of_a_map():
     model = build("LlamaForCausalLM", DECODERS["LlamaForCausalLM"](), "eager")
     with AttentionProbe(model, measures=["max_logit", "entropy"]) as probe:

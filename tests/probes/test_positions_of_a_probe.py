@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -254,6 +255,25 @@ def test_queries_that_are_asked_for_where_no_positions_are_known_are_as_many_as_
         TokenMasks(None, None, torch.ones(1), "last").sides(of, None)
 
 
+def test_the_queries_of_a_map_to_an_encoder_are_those_of_the_decoder_be_their_columns_known_or_not():
+    own = MapInCall(LayerMap(("decoder", 0), torch.full((1, 2, 3, 4), 0.25), columns=Unknown("it pools")), None, CALL)
+    across = MapInCall(LayerMap(("decoder cross", 0), torch.full((1, 2, 3, 5), 0.2), is_self=False), None, CALL)
+    masks = TokenMasks(None, None, torch.tensor([1, 0, 1]), "last")
+    decoder = masks.sides(own, None)
+    assert masks.sides(across, decoder).asked.tolist() == [[True, False, True]]
+    assert masks.sides(across, replace(decoder, columns=Columns(0, 0))).asked.tolist() == [[True, False, True]]
+    # Of the sequence so far, whose first two tokens are cached.
+    longer = replace(masks, queries=torch.tensor([0, 1, 1, 0, 1]))
+    assert longer.sides(across, replace(decoder, columns=Columns(2, 0))).asked.tolist() == [[True, False, True]]
+
+
+def test_several_texts_need_a_mask_and_one_does_not():
+    for given in ("two words", ["one text"], ("one text",), torch.ones(2, 3), []):
+        called_with(input=given).demand_no_texts()
+    with pytest.raises(CallError, match="the model was called with 2 texts, and nothing shows where they were padded"):
+        called_with(input=["one", "other"]).demand_no_texts()
+
+
 def test_positions_that_begin_again_where_tokens_see_each_other_are_not_known():
     model, ids = built("LlamaForCausalLM"), prompt()[:1]
     shown = torch.ones_like(ids)
@@ -292,6 +312,9 @@ def test_keys_beyond_the_last_column_are_no_tokens():
 
 def called_with(**arguments: Any) -> ModelCall:
     return ModelCall(source_of(built("LlamaForCausalLM")), arguments)
+
+
+CALL = called_with()
 
 
 def test_position_ids_are_had_in_every_shape_that_has_one_row_for_each_example():
