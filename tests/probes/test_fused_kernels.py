@@ -364,6 +364,18 @@ def test_what_is_not_known_is_refused_with_the_reason(monkeypatch):
         paged(IDS)
 
 
+def test_the_largest_score_of_several_calls_is_the_largest_of_theirs():
+    model = build("LlamaForCausalLM", DECODERS["LlamaForCausalLM"]())
+    largest, together = [], AttentionProbe(model)
+    with torch.no_grad():
+        for ids in (IDS[:1], IDS[1:2], IDS[2:]):
+            with AttentionProbe(model) as alone, together:
+                model(ids)
+            largest.append(alone.table()["max_logit"].to_numpy())
+    assert len(set(np.argmax(largest, axis=0))) > 1
+    np.testing.assert_allclose(together.table()["max_logit"], np.max(largest, axis=0), rtol=1e-12)
+
+
 def test_without_a_query_there_is_no_largest_score():
     model = build("GPT2LMHeadModel", gpt2())
     with torch.no_grad(), AttentionProbe(model, queries=torch.zeros(9)) as probe:

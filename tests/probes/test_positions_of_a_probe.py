@@ -199,18 +199,18 @@ def test_a_packed_sequence_without_a_relevant_token_counts_for_the_other_measure
     assert example["relevant"] == int(on.sum())
 
 
-@pytest.mark.parametrize("told", ["position_ids", "mask"])
-def test_packed_sequences_of_different_lengths_are_measured_as_examples_of_their_own(told):
-    model, lengths = built("LlamaForCausalLM"), (1, 3, 2)
+@pytest.mark.parametrize(("told", "causal"), [("position_ids", True), ("mask", True), ("mask", False)])
+def test_packed_sequences_of_different_lengths_are_measured_as_examples_of_their_own(told, causal):
+    lengths = (1, 3, 2)
+    model = built("LlamaForCausalLM") if causal else Tiny("BertModel", lambda: small("BertConfig"), "").build("eager")
     ids = torch.randint(8, 50, (1, 6), generator=torch.Generator().manual_seed(4))
-    apart = torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()[None, None]
+    blocks = [torch.ones(length, length) for length in lengths]
+    apart = torch.block_diag(*(block.tril() if causal else block for block in blocks)).bool()[None, None]
     whole = torch.zeros(1, 1, 6, 6).masked_fill(~apart, torch.finfo(torch.float32).min)
     places = torch.cat([torch.arange(length) for length in lengths])[None]
     given = {"attention_mask": whole} if told == "mask" else {"position_ids": places}
     relevant = torch.tensor([[1, 0, 1, 1, 0, 1]])
-    with torch.no_grad():
-        with AttentionProbe(model, relevant=relevant) as probe:
-            model(ids, use_cache=False, **given)
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
         maps = list(model(ids, **given, **ASKED).attentions)
     # Each sequence as an example that is padded on the right.
     alone = [torch.zeros(3, 4, 3, 3) for _ in maps]
@@ -221,7 +221,8 @@ def test_packed_sequences_of_different_lengths_are_measured_as_examples_of_their
             into[example, :, :length, :length] = attention[0, :, part, part]
         on[example, :length], start = relevant[0, part], start + length
     mask = torch.arange(3) < torch.tensor(lengths)[:, None]
-    assert_table(probe.table(), plain("LlamaForCausalLM", alone, mask, on))
+    wanted = plain_measures(alone, mask, on, causal=causal)
+    assert_table(probe.table(), {measure: wanted[measure] for measure in NAMES})
 
 
 def test_a_mask_for_the_first_call_takes_what_is_generated_for_tokens():
