@@ -97,10 +97,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "attention_measures",
         "parts_of_inputs",
         "what_a_probe_says",
+        "fused_kernels",
     ),
     "probes/attention/head_sums.py": _tests("probes", "attention_probe", "positions_of_a_probe", "fused_kernels"),
     "probes/attention/measures.py": _tests(
-        "probes", "attention_measures", "attention_probe", "attention_probe_sources"
+        "probes", "attention_measures", "attention_probe", "attention_probe_sources", "fused_kernels"
     ),
     "probes/attention/rollout_mass.py": _tests("probes", "attention_measures", "attention_probe"),
     "probes/attention/tables.py": _tests("probes", "attention_probe", "attention_probe_sources", "what_a_probe_says"),
