@@ -229,7 +229,7 @@ def _chance(
     return sides.columns if isinstance(sides.columns, Unknown) else _MASK_NOT_KNOWN
 
 
-def sees_ahead(queries: int, sides: Sides, first: int = 0) -> bool | None:
+def sees_ahead(queries: int, sides: Sides, first: int) -> bool | None:
     """Return whether a query of a map of the whole sequence can see a key after it; None if that is not known.
 
     Args:

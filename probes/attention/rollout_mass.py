@@ -88,7 +88,7 @@ class RolloutMass:
     def mass(self) -> Float[Tensor, " batch"] | None:
         """Return the mass on the relevant tokens at each readout position; None if it is not known which are.
 
-        It is NaN where the sequence that is read has none.
+        It is NaN where the sequence that is read has none, and where what is read is padding.
         """
         exists = self._exists()
         if exists is None:
@@ -118,9 +118,9 @@ class RolloutMass:
         return torch.where(exists, share, torch.nan)
 
     def _exists(self) -> Bool[Tensor, " batch"] | None:
-        """Return whether the sequence that is read has a relevant token; None if it is not known which tokens are."""
+        """Return whether a token is read whose sequence has a relevant one; None if it is not known which are."""
         has_relevant, readout = self._sides.has_relevant, self._sides.readout
-        return None if has_relevant is None else has_relevant.gather(1, readout[:, None])[:, 0]
+        return None if has_relevant is None else has_relevant.gather(1, readout[:, None])[:, 0] & self._sides.readable
 
     def rows(self) -> Float[Tensor, "batch position"]:
         """Return the whole row at each readout position.

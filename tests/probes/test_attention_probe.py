@@ -173,6 +173,21 @@ def test_queries_readout_and_masks_are_given_in_several_ways(model):
     assert_table(probe.table(), plain_measures(maps, mask, relevant, asked=last, readout=[0, 0, 0]))
 
 
+def test_there_is_nothing_to_read_at_padding(model):
+    ids, mask, relevant = tokens(), padding("right"), torch.arange(9) < 2
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant, readout=torch.tensor([8, 8, 8])) as probe:
+        model(ids, attention_mask=mask.long())
+    examples, maps = probe.examples(), maps_of(model, ids, mask)
+    assert examples[["rollout", "chance", "attention"]][1:].isna().all(axis=None)
+    assert list(examples["relevant"]) == [2, 2, 2]
+    rolled = plain_rollout([attention[:1] for attention in maps], mask[:1], [8])[0, :2].sum()
+    np.testing.assert_allclose(examples["rollout"][0], rolled, atol=1e-6)
+    np.testing.assert_allclose(examples["chance"][0], 2 / 9, atol=1e-6)
+    read = torch.stack(maps, dim=1)[0, :, :, 8, :2].sum(dim=-1)
+    np.testing.assert_allclose(probe.table()["relevant_at_readout"], read.flatten(), atol=1e-6)
+    np.testing.assert_allclose(examples["attention"][0], read.mean(), atol=1e-6)
+
+
 def test_a_mask_for_the_probe_alone_brings_rows_to_sum_1_over_the_tokens():
     model, ids, mask, relevant = encoder(), tokens(), padding("right"), relevance()
     with AttentionProbe(model, relevant=relevant, mask=mask) as probe:
