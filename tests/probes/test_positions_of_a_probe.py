@@ -247,6 +247,18 @@ def test_a_mask_of_other_positions_than_the_map_s_counts_where_it_hides_somethin
         assert mask_in_call(mask) is mask
 
 
+def test_a_mask_for_each_query_says_what_is_padding_whether_or_not_it_has_a_dimension_for_heads():
+    shown = torch.tensor([[False, True, True], [True, True, False]])
+    seen = shown[:, None] & torch.ones(3, 3).tril().bool()
+    attention = LayerMap(("", 0), torch.full((2, 2, 3, 3), 1 / 3), columns=WHOLE)
+    for mask in (seen, seen[:, None]):
+        sides = TokenMasks(None, None, "all", "last").sides(
+            MapInCall(attention, seen, called_with(attention_mask=mask)), None
+        )
+        assert sides.keys.tolist() == sides.queries.tolist() == shown.tolist()
+        assert sides.readout.tolist() == [2, 1]
+
+
 def test_queries_that_are_asked_for_where_no_positions_are_known_are_as_many_as_the_layer_has():
     attention = LayerMap(("", 0), torch.full((1, 2, 5, 9), 1 / 9), columns=Unknown("it pools"))
     of = MapInCall(attention, None, called_with())
