@@ -63,9 +63,7 @@ class CircuitEntries:
         return [values.narrow(self.dimension, indices.start, len(indices)) for indices in self.ranges]
 
 
-def circuit_entries(
-    model: nn.Module, options: ReadingOptions | None = None, biases: bool = False
-) -> list[CircuitEntries]:
+def circuit_entries(model: nn.Module, options: ReadingOptions | None, biases: bool) -> list[CircuitEntries]:
     """Find the entries of both circuits in the parameters of a model, each parameter once.
 
     Every slice of every parameter gets a number. `LiveParameters` recognises the architecture and arranges these
