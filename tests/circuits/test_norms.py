@@ -84,6 +84,15 @@ def test_whether_weights_are_centred_does_not_depend_on_their_size(size):
     assert not is_centred(((centred + 1e-4) * size).float(), dim=1)
 
 
+def test_a_column_of_zeros_among_centred_ones_is_centred():
+    torch.manual_seed(0)
+    W = torch.randn(2, 64, 8)
+    W[1, :, 3] = 0
+    assert is_centred(W - W.mean(dim=1, keepdim=True), dim=1)
+    W[1, 5, 3] = 1
+    assert not is_centred(torch.where(W == 1, W, W - W.mean(dim=1, keepdim=True)), dim=1)
+
+
 @pytest.mark.parametrize("size", [1e-300, 1e300])
 def test_whether_weights_are_centred_is_seen_up_to_the_ends_of_float64(size):
     torch.manual_seed(0)

@@ -240,3 +240,22 @@ def test_results_carry_no_gradient() -> None:
     assert not any(
         figure.requires_grad for figure in (circuit.singular_values(), *circuit.svd(), circuit.frobenius_norm())
     )
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((7,), (7,)), ((7,), (1,)), ((7,), ()), ((1,), (7,)), ((2, 4), (4,)), ((7, 2), (7, 1))]
+)
+def test_heads_that_are_spread_over_threads_keep_their_own_values(three_threads, shapes):
+    torch.manual_seed(0)
+    left, right = torch.randn(*shapes[0], 12, 3), torch.randn(*shapes[1], 3, 9)
+    wanted = np.linalg.svd(left.double().numpy() @ right.double().numpy(), compute_uv=False)[..., :3]
+    found = Circuit(left, right).singular_values().numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=0)
