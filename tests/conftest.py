@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from . import type_checks  # noqa: F401 (jaxtyping looks it up by its name as it reads the first module of qkov)
 from .strangers import write_stand_ins
 
 os.environ["HF_HUB_OFFLINE"] = "1"
