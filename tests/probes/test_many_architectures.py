@@ -6,6 +6,7 @@ models sees has a weight above zero.
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +29,20 @@ from .plain_measures import MEASURED, assert_table, measures_of_query
 #: Shorter padding than the windows of ModernBERT, whose own eager attention gives NaN to what sees no token.
 LENGTHS = (9, 8, 7)
 WIDTH = max(LENGTHS)
+#: The lengths of the sequences that are packed into each row.
+PACKED = ((7, 5), (2, 6, 4))
 
 DECODERS = [family for family in decoders.FAMILIES if family.name not in ("openai-gpt", "gemma3 with images")]
 BIDIRECTIONAL = decoders.BY_NAME["gemma3 bidirectional"]
 TWO_TOWERS = [family for family in encoders.FAMILIES if family.patterns != "attentions"]
 #: transformers gives them no sdpa, which knows neither soft caps nor sinks.
 WITHOUT_SDPA = ("gemma2", "gpt_oss")
+#: They take no position_ids.
+WITHOUT_POSITIONS = [family for family in DECODERS if family.name.startswith(("bloom", "mpt"))]
+#: They count the tokens for ALiBi in a padding mask, so that they take no mask of who sees whom.
+WITHOUT_MASKS = [family for family in DECODERS if family.name.startswith(("bloom", "falcon alibi"))]
+#: They make no mask of position_ids that begin again.
+LEAKING = [family for family in DECODERS if family.name in ("opt", "opt norms behind", "xglm", "gpt_oss")]
 
 
 @cache
@@ -123,6 +132,13 @@ def text(side: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def wants(families: list[Family], is_wanted: Callable[[Family], bool] = lambda _: True) -> Any:
     return pytest.mark.parametrize("family", [each for each in families if is_wanted(each)], ids=lambda each: each.name)
+
+
+def wants_both(families: list[Family]) -> Any:
+    """Each family with eager attention, and with sdpa where transformers has it."""
+    pairs = [(each, "eager") for each in families]
+    pairs += [(each, "sdpa") for each in families if each.name not in WITHOUT_SDPA]
+    return pytest.mark.parametrize(("family", "attention"), pairs, ids=[f"{each.name}-{kind}" for each, kind in pairs])
 
 
 @pytest.mark.parametrize(
@@ -271,3 +287,97 @@ def test_a_decoder_with_sdpa_has_the_figures_of_its_eager_attention(family):
             fused(**given)
     calls = [[Call(layer, mask.numpy(), mask.numpy(), 0, relevant.numpy())] for layer in maps]
     assert_table(probe.table(), table_of(calls), 1e-5)
+
+
+def spans() -> list[tuple[int, slice]]:
+    """The row and the columns of each packed sequence."""
+    found = []
+    for row, lengths in enumerate(PACKED):
+        ends = np.cumsum(lengths).tolist()
+        found += [(row, slice(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
+    return found
+
+
+def packed_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, positions that begin again with each sequence, and which queries and keys are of one sequence."""
+    width = sum(PACKED[0])
+    ids = torch.randint(3, 50, (len(PACKED), width), generator=torch.Generator().manual_seed(2))
+    positions = torch.zeros_like(ids)
+    together = torch.zeros(len(PACKED), width, width, dtype=torch.bool)
+    for row, columns in spans():
+        positions[row, columns] = torch.arange(columns.stop - columns.start)
+        together[row, columns, columns] = True
+    return ids, positions, together
+
+
+def packed_calls(maps: list[np.ndarray], relevant: torch.Tensor) -> list[list[Call]]:
+    """The maps of each layer, one for each packed sequence."""
+    calls: list[list[Call]] = [[] for _ in maps]
+    for of_layer, layer in zip(calls, maps, strict=True):
+        for row, columns in spans():
+            on = relevant[row, columns].numpy()[None]
+            tokens = np.ones_like(on)
+            of_layer.append(Call(layer[row, :, columns, columns][None], tokens, tokens, 0, on))
+    return calls
+
+
+def relevant_in_some() -> torch.Tensor:
+    """Relevant tokens of packed rows, beside one sequence that has none as well."""
+    relevant = relevant_keys((len(PACKED), sum(PACKED[0])))
+    row, columns = spans()[3]
+    relevant[row, columns.start - 1 : columns.stop + 1] = True
+    relevant[row, columns] = False
+    return relevant
+
+
+def demand_packed_figures(family: Family, attention: str, given: dict[str, Any]) -> None:
+    """Compare the figures of a call with the maps of its packed sequences, which eager attention gives."""
+    model, relevant, together = decoder(family.name, attention), relevant_in_some(), packed_rows()[2]
+    with torch.no_grad():
+        with AttentionProbe(model, relevant=relevant) as probe:
+            output = model(**given, output_attentions=attention == "eager")
+        if attention != "eager":
+            output = decoder(family.name)(**given, output_attentions=True)
+    maps = numpys(attentions(output.attentions))
+    assert not any((layer * ~together[:, None].numpy()).any() for layer in maps)
+    assert_table(probe.table(), table_of(packed_calls(maps, relevant)), 1e-6 if attention == "eager" else 1e-5)
+
+
+@wants_both([family for family in DECODERS if family not in WITHOUT_MASKS])
+def test_a_decoder_whose_mask_keeps_packed_sequences_apart(family, attention):
+    ids, positions, together = packed_rows()
+    hidden = ~together if family is BIDIRECTIONAL else ~together.tril()
+    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)[:, None]
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    demand_packed_figures(
+        family, attention, given if family in WITHOUT_POSITIONS else given | {"position_ids": positions}
+    )
+
+
+@wants_both([family for family in DECODERS if family not in (*WITHOUT_POSITIONS, *LEAKING)])
+def test_a_decoder_that_keeps_packed_sequences_apart_by_their_positions(family, attention):
+    ids, positions, _ = packed_rows()
+    demand_packed_figures(family, attention, {"input_ids": ids, "position_ids": positions, "use_cache": False})
+
+
+@wants(LEAKING)
+def test_positions_in_packed_rows_are_not_known_where_a_decoder_does_not_keep_the_sequences_apart(family):
+    model, (ids, positions, together) = decoder(family.name), packed_rows()
+    relevant = relevant_in_some()
+    with torch.no_grad(), AttentionProbe(model, relevant=relevant) as probe:
+        output = model(input_ids=ids, position_ids=positions, use_cache=False, output_attentions=True)
+    maps, tokens = numpys(attentions(output.attentions)), np.ones(ids.shape, dtype=bool)
+    assert all((layer * ~together[:, None].numpy()).max() > 0.01 for layer in maps)
+    table = probe.table()
+    assert table[["sink", "self", "previous", "next"]].isna().all(axis=None)
+    assert table["unknown"].str.startswith("sink, self, previous, next: position_ids begin again inside a row").all()
+    wanted = table_of([[Call(layer, tokens, tokens, None, relevant.numpy())] for layer in maps])
+    assert_table(table, {name: wanted[name] for name in ("entropy", "largest", "relevant", "chance", "no_token")}, 1e-6)
+
+
+@wants(WITHOUT_MASKS)
+def test_a_decoder_that_counts_its_tokens_in_a_padding_mask_takes_no_mask_of_who_sees_whom(family):
+    model, (ids, _, together) = decoder(family.name), packed_rows()
+    assert ("position_ids" in inspect.signature(model.forward).parameters) == (family not in WITHOUT_POSITIONS)
+    with pytest.raises(ValueError, match="too many values to unpack"), AttentionProbe(model):
+        model(input_ids=ids, attention_mask=together.tril()[:, None])
