@@ -245,18 +245,19 @@ NATIVE = {
 def test_a_native_bridge_attends_as_its_weights_and_config_say(changes):
     torch.manual_seed(0)
     kind: Any = TransformerBridge
-    bridge = kind.boot_native(TransformerBridgeConfig(**(NATIVE | changes)))
+    bridge = kind.boot_native(TransformerBridgeConfig(**(NATIVE | changes))).double()
     with torch.no_grad():
         for parameter in bridge.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     _, cache = bridge.run_with_cache(torch.randint(0, 50, (1, 9)))
+    # Tables of rotation, and what is capped, stay in float32.
     layers = list(open_model(bridge).layers())
     assert [layer.stored_basis for layer in layers] == ["raw", "raw"]
     for number, layer in enumerate(layers):
         attended = attend(layer, cache[f"blocks.{number}.hook_resid_pre"][0])
         at = f"blocks.{number}.attn"
-        torch.testing.assert_close(attended.pattern, cache[f"{at}.hook_pattern"][0].double(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(attended.output, cache[f"{at}.hook_out"][0].double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(attended.pattern, cache[f"{at}.hook_pattern"][0].double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(attended.output, cache[f"{at}.hook_out"][0].double(), rtol=1e-6, atol=1e-6)
 
 
 class Attention(nn.Module):
