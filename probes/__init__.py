@@ -9,8 +9,8 @@ gradients and random numbers stay the same.
         model(tokens)
     probe.table()
 
-    circuits = CircuitProbe(model, store="my-store", every=100)  # W_QK and W_OV as the model trains
-    circuits.step(loss)  # after optimizer.step(), before the gradients are set to zero
+    circuits = CircuitProbe(model, store="my-store", every=100, optimizer=optimizer)  # W_QK and W_OV as it trains
+    circuits.step(loss)  # after optimizer.step(): notes the loss
 
     with CircuitRates(optimizer, model, qk=30.0):  # W_Q and W_K learn 30 times as fast
         train()
@@ -18,7 +18,7 @@ gradients and random numbers stay the same.
 The names in groups:
 
     Attention               AttentionProbe
-    Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers)
+    Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers), log_spaced
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
 """
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .rates.circuit_rates import CircuitRates
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
     from .training.circuit_probe import CircuitProbe
+    from .training.schedule import log_spaced
     from .training.trainer_callback import CircuitProbeCallback
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "CircuitProbeCallback",
     "CircuitRates",
     "circuit_parameter_groups",
+    "log_spaced",
 ]
 
 __getattr__, __dir__ = lazy_face(__name__)

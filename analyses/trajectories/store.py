@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +211,32 @@ class RunStore:
         steps = self.steps()
         return self._open(self.path(steps[0])).column_names if steps else []
 
-    def drop_after(self, step: int) -> list[int]:
-        """Delete the files of all steps after this one, and return these steps."""
-        dropped = [later for later in self.steps() if later is not None and later > step]
-        for later in dropped:
-            self.path(later).unlink(missing_ok=True)
-        return dropped
+    def move_aside(self, step: int) -> tuple[list[int], Path | None]:
+        """Move the files of all steps after this one into a folder of their own in `moved_aside/`.
+
+        Args:
+            step: The last step that stays.
+
+        Returns:
+            The steps that were moved, and the folder; None if there was none to move.
+        """
+        later = [number for number in self.steps() if number is not None and number > step]
+        if not later:
+            return [], None
+        aside = self.folder / "moved_aside"
+        aside.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"after-step-{step}-", dir=aside))
+        for number in later:
+            self.path(number).rename(folder / _name(number))
+        return later, folder
+
+    def rows_of(self, step: int) -> pd.DataFrame:
+        """Return the rows of one step.
+
+        Raises:
+            QkovError: The file is damaged.
+        """
+        return self._read([self.path(step)])
 
     def write_composition(self, step: int | None, key: str, columns: dict[str, Any]) -> None:
         """Write the composition scores of a step.

@@ -1,7 +1,7 @@
 """CircuitProbe measures the circuits of a model in training, at chosen steps, into a run store."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, SupportsFloat, Unpack
@@ -14,20 +14,27 @@ from ...analyses.trajectories.view import TaskDirections, View
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
-from .model import Factors, copied
+from .failures import Failures
+from .model import Factors, LiveModel, copied, is_zero, same
+from .optimizer_steps import OptimizerSteps, unwrapped
 from .run import LiveRun, Log
+from .schedule import schedule
 
 
 class CircuitProbe:
     """Measures W_QK and W_OV of every head as a model trains, and writes the run store that `qkov track` writes.
 
-        probe = CircuitProbe(model, store="run/", every=100)
+        probe = CircuitProbe(model, store="run/", every=100, optimizer=optimizer)
         for batch in batches:
             loss = model(batch)
             loss.backward()
             optimizer.step()
             probe.step(loss)
             optimizer.zero_grad()
+
+    The probe counts the steps of the optimizers that it is given, and `step` only notes the loss. Without them it
+    counts calls of `step`, except those between which no optimizer moved the attention, such as micro-batches whose
+    gradients are accumulated.
 
     A row holds what `measure` returns for one layer, head and circuit; the change since the step that was logged before
     (`motion`, and the effective ratio r(t)); scale and cosine along the weights at the start, or along a task's
@@ -40,8 +47,12 @@ class CircuitProbe:
     They are missing at the start. Those of Omega are also missing where the loss depends on the factors other than
     through their product, as with rotary positions or QK-norm; run.json lists these circuits and the reasons.
 
-    Gradients are read from `.grad`, so clipping, or the scale of a GradScaler that was not removed, changes the sizes
-    of steps and rates, but no cosine.
+    Gradients are those that the optimizer finds in `.grad`, before its own code can change them, and after the first
+    call of a closure; clipping before the step is part of them. Without an optimizer of torch they are read as `step`
+    is called.
+
+    A failure while training (a full disk, a layer that cannot be read, a `log` that raises) is told once, counted in
+    `failures`, and does not stop training. Where several processes train, only the first one measures.
 
     The probe holds copies of the attention weights at the start, at the step that was logged last, and from before a
     step that is to be logged. A step is written whole or not at all, so `qkov report` can read the store at any time,
@@ -55,14 +66,16 @@ class CircuitProbe:
         self,
         model: Any,
         store: Path | str | None = None,
-        every: int | Iterable[int] | Callable[[int], bool] = 100,
+        every: Any = 100,
         *,
+        optimizer: Any = None,
         basis: str = "raw",
         rotary_offset: int = 0,
         directions: TaskDirections | None = None,
         log: Log | None = None,
-        start: int = 0,
+        start: int | None = None,
         resume: bool = False,
+        on_error: str = "warn",
         options: ReadingOptions | Mapping | None = None,
         **reading: Unpack[ModelKeywords],
     ) -> None:
@@ -72,24 +85,29 @@ class CircuitProbe:
             model: Any model that `open_model` opens.
             store: The folder of the run store, which is created; by default the rows are held in memory.
             every: The steps to log: every so many steps, these steps, or those for which this function returns True.
+            optimizer: The optimizer that trains the model, or several in a list; see `attach`.
             basis: raw, folded or folded_centred.
             rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
             directions: What scale and cosine are measured along, in place of the weights at the start.
             log: Called after each logged step with the step and its values by names such as
                 QK.frobenius_norm/layer0.head1 and training/loss; missing values are left out.
-            start: The number of steps that the model has been trained already.
-            resume: Whether to resume the store if it exists: steps up to `start` stay, and later ones are deleted, with
-                a warning. New rows are compared with the weights with which the store was begun, which it keeps.
+            start: The number of steps that the model has been trained already; 0 by default, and needed where a store
+                is resumed.
+            resume: Whether to resume the store if it exists: steps up to `start` stay, and later ones are moved aside,
+                with a warning. The weights have to be those of the row of step `start`, if there is one. New rows are
+                compared with the weights with which the store was begun, which it keeps.
+            on_error: What to do where a measurement fails during training: "warn" once and go on, or "raise".
             options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
-            CallError: The model is not a model, the basis, offset, directions or steps are not possible, or the store
-                holds a run that is not to be resumed.
+            CallError: The model is not a model, the basis, offset, directions or steps are not possible, the store
+                holds a run that is not to be resumed or other weights at that step, or an optimizer trains no attention
+                parameter of the model.
             QkovError: The model's weights are not recognised, or cannot be read.
         """
-        self._is_due = _schedule(every)
-        if not isinstance(start, Integral) or start < 0:
+        self._is_due = schedule(every)
+        if start is not None and (not isinstance(start, Integral) or isinstance(start, bool) or start < 0):
             raise CallError(f"start should be a number of steps, got {start!r}")
         if log is not None and not callable(log):
             raise CallError(f"log should be a function of a step and its values, got {log!r}")
@@ -97,38 +115,81 @@ class CircuitProbe:
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
         view = View.of(basis, rotary_offset)
         chosen = reading_options(options, reading, ModelKeywords)
-        self._run = LiveRun(model, chosen, view, directions, store, log, start, resume)
-        self.steps = start
+        optimizers = None if optimizer is None else _listed(optimizer)
+        self._failures = Failures(on_error)
+        live = LiveModel(model, view, chosen)
+        # Whatever is wrong with the call is found before anything is written.
+        self._optimizers = OptimizerSteps(live.parameter_names(), self._step_begins, self._step_ended)
+        missing = [] if optimizers is None else self._optimizers.give(optimizers)
+        self._run = LiveRun(live, chosen, view, directions, store, log, start, resume)
+        self.steps = self._run.last_step
         self._attached: Attached | None = None
         self._scalars: dict[str, float] = {}
-        self._has_warned = False
+        self._told: set[str] = set()
         self._before: Factors | None = None
         self._gradients: Factors | None = None
-        self._is_next_due = self._is_due(start + 1)
-        self.begin_step(with_gradients=False)
+        self._is_by_hand = self._is_pending = self._is_noted_after = False
+        self._uncertain = 0
+        self._is_next_due = self._is_due(self.steps + 1)
+        if optimizers is not None:
+            self._attached = self._follow(optimizers, missing)
+        self._keep_weights()
+        self._optimizers.watch()
+
+    @property
+    def failures(self) -> int:
+        """How many measurements failed during training."""
+        return self._failures.count
+
+    def __enter__(self) -> "CircuitProbe":
+        """Return the probe, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the probe."""
+        self.close()
+
+    def close(self) -> None:
+        """Follow no optimizer any more. Calling it again is harmless."""
+        if self._attached is not None:
+            self._attached.detach()
+        self._optimizers.close()
 
     def step(self, loss: SupportsFloat | None = None, **scalars: SupportsFloat) -> None:
         """Count a step and log it if it is due; call this after the optimizer's step and before zero_grad().
 
+        If the probe follows given optimizers, it counts their steps itself, and this notes the numbers of the last one.
+
         Args:
             loss: The loss, stored with the step as `training_loss`.
             **scalars: Other numbers to store with the step, such as learning_rate=...
-
-        Raises:
-            CallError: The probe is attached to an optimizer and counts its steps itself.
-            QkovError: The weights cannot be read, or the store cannot be written, for example because the disk is full;
-                training can continue, and the next step that is due is logged.
         """
+        numbers = scalars if loss is None else {"loss": loss, **scalars}
         if self._attached is not None:
-            raise CallError(
-                "the probe is attached to an optimizer and counts its steps itself: call probe.note(loss=...)"
-            )
-        self.note(**scalars if loss is None else {"loss": loss, **scalars})
-        try:
-            self.end_step()
-        finally:
-            # No other call comes before the next step, not even if `log` raised and training continues.
-            self.begin_step(with_gradients=False)
+            self._is_noted_after = True
+            with self._failures.told(f"noting the numbers of step {self.steps}"):
+                if self._is_pending:
+                    self._scalars |= _numbers(numbers)
+                else:
+                    self.add_scalars(self.steps, **_numbers(numbers))
+            self._log_pending()
+            return
+        self.note(**numbers)
+        with self._failures.told(f"logging step {self.steps + 1}"):
+            if self._optimizers.seen:
+                if not self._optimizers.stepped:
+                    return
+                self._demand_order()
+            elif self._has_not_moved():
+                return
+            else:
+                self._uncertain += not self._is_next_due
+            try:
+                self._end()
+            finally:
+                # No other call comes before the next step, not even if `log` raised and training continues.
+                self._optimizers.forget_step()
+                self._keep_weights()
 
     def note(self, **scalars: SupportsFloat) -> None:
         """Store numbers with the next step, such as its loss.
@@ -139,34 +200,43 @@ class CircuitProbe:
         Raises:
             CallError: A value is not a number.
         """
-        for name, value in scalars.items():
-            if not isinstance(value, SupportsFloat) or (isinstance(value, Tensor) and value.numel() != 1):
-                raise CallError(f"{name} should be a number to store with the step, got {_in_words(value)}")
-        if self._is_next_due:
-            numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in scalars.items()}
-            self._scalars |= {name: float(value) for name, value in numbers.items()}
+        with self._failures.told(f"noting numbers for step {self.steps + 1}"):
+            if self._is_next_due:
+                self._scalars |= _numbers(scalars)
+            else:
+                _demand_numbers(scalars)
 
-    def attach(self, optimizer: Optimizer) -> "Attached":
-        """Follow an optimizer: count its steps as it takes them, until the object that is returned is detached.
+    def attach(self, optimizer: Any) -> "Attached":
+        """Follow optimizers: count their steps as they take them, until the object that is returned is detached.
 
-        Gradients are those from before the step, unless the optimizer computes them itself by a closure. Whatever
-        changes steps by hooks of its own, such as `CircuitRates`, must be there first to be part of the step.
+        A step of training is one step of each of the optimizers that train the attention. Wrapped optimizers, such as
+        accelerate's, are followed inside, so that micro-batches do not count. Another optimizer that moves the
+        attention is followed too, with a warning.
 
         Args:
-            optimizer: The optimizer that trains the model.
+            optimizer: The optimizer that trains the model, or several in a list.
 
         Returns:
             A context manager with a method `detach`.
 
         Raises:
-            CallError: The argument is not an optimizer, or the probe is attached already.
+            CallError: The argument is not an optimizer, it trains no attention parameter of the model, or the probe is
+                attached already.
         """
-        if not isinstance(optimizer, Optimizer):
-            raise CallError(f"expected a torch.optim.Optimizer to attach the probe to, got {type(optimizer).__name__}")
+        optimizers = _listed(optimizer)
         if self._attached is not None:
             raise CallError("the probe is attached to an optimizer already: detach it first")
-        self._attached = Attached(self, optimizer, self._detached)
+        self._attached = self._follow(optimizers, self._optimizers.give(optimizers))
         return self._attached
+
+    def _follow(self, optimizers: list[Optimizer], missing: list[str]) -> "Attached":
+        if missing:
+            warnings.warn(
+                f"no optimizer that the probe was given trains {_in_few_words(missing)}: give the probe all of them, "
+                f"as optimizer=[...], or their steps are those of other optimizers, or none",
+                stacklevel=3,
+            )
+        return Attached(self, optimizers, self._detached)
 
     def begin_step(self, *, with_gradients: bool = True) -> None:
         """Announce a step that is about to be taken, in a custom training loop; `end_step` must follow.
@@ -174,21 +244,19 @@ class CircuitProbe:
         Args:
             with_gradients: Whether the gradients of the step are there already; otherwise `end_step` reads them.
         """
-        if self._is_next_due:
-            self._before = copied(self._run.model.factors())
-            self._gradients = copied(self._run.model.gradients()) if with_gradients else None
+        with self._failures.told(f"beginning step {self.steps + 1}"):
+            self._is_by_hand = True
+            if self._is_next_due:
+                self._before = copied(self._run.model.factors())
+                self._gradients = copied(self._run.model.gradients()) if with_gradients else None
 
     def end_step(self) -> None:
-        """Count the step that has been taken, and log it if it is due.
-
-        Raises:
-            CallError: The step is due, but was not begun.
-            QkovError: The weights cannot be read, or the store cannot be written.
-        """
-        self.steps += 1
-        is_due, self._is_next_due = self._is_next_due, self._is_due(self.steps + 1)
-        if is_due:
-            self._log_step()
+        """Count the step that has been taken, and log it if it is due."""
+        with self._failures.told(f"logging step {self.steps + 1}"):
+            try:
+                self._end()
+            finally:
+                self._is_by_hand = False
 
     def add_scalars(self, step: int, **scalars: float) -> None:
         """Add numbers that became known after a step to its rows, if it is the step that was logged last.
@@ -197,12 +265,24 @@ class CircuitProbe:
             step: The step.
             **scalars: The numbers by name.
         """
-        if step == self._run.last_step:
-            self._run.add_scalars(scalars)
+        with self._failures.told(f"storing numbers of step {step}"):
+            if step == self._run.last_step:
+                self._run.add_scalars(scalars)
 
     def table(self) -> pd.DataFrame:
         """Return everything that was logged: one row for each step, layer, head and circuit."""
+        self._log_pending()
         return self._run.table()
+
+    def _end(self) -> None:
+        if self._count():
+            self._log_step()
+
+    def _count(self) -> bool:
+        """Count a step, and return whether it is due."""
+        self.steps += 1
+        is_due, self._is_next_due = self._is_next_due, self._is_due(self.steps + 1)
+        return is_due
 
     def _log_step(self) -> None:
         model = self._run.model
@@ -210,40 +290,97 @@ class CircuitProbe:
         self._before, self._gradients, self._scalars = None, None, {}
         if before is None:
             raise CallError(f"step {self.steps} was ended but never begun: call begin_step() before it is taken")
-        if not self._has_warned and not model.has_gradients():
-            self._has_warned = True
-            warnings.warn(
-                f"no parameter has a gradient at step {self.steps}, so the preconditioner is not tested: call "
-                f"probe.step() before the gradients are set to zero",
-                stacklevel=4,
+        if gradients is None:
+            are_copied = self._optimizers.stepped and not self._is_by_hand
+            gradients = model.gradients(self._optimizers.gradients if are_copied else None)
+        if is_zero(gradients):
+            self._tell(
+                f"the gradients of all attention weights are 0 or missing at step {self.steps}, so what depends on "
+                f"them is missing: set them to zero after the optimizer's step and after probe.step()"
             )
-        quantities = model.step_quantities(before, model.gradients() if gradients is None else gradients)
-        self._run.measure(self.steps, quantities, scalars)
+            gradients = model.gradients({})
+        self._run.measure(self.steps, model.step_quantities(before, gradients), scalars)
+
+    def _keep_weights(self) -> None:
+        """Keep the weights from before the next step, unless the hooks of an optimizer will do so in time."""
+        if self._is_next_due and not self._optimizers.seen and self._attached is None:
+            self._before, self._gradients = copied(self._run.model.factors()), None
+
+    def _step_begins(self) -> bool:
+        self._log_pending()
+        if self._uncertain:
+            # Calls of `step` before the first step of any optimizer were micro-batches, or came too early.
+            self.steps, self._uncertain = self.steps - self._uncertain, 0
+            self._is_next_due = self._is_due(self.steps + 1)
+        if self._is_by_hand or not self._is_next_due:
+            return False
+        with self._failures.told(f"beginning step {self.steps + 1}"):
+            self._before, self._gradients = copied(self._run.model.factors()), None
+            return True
+        return False
+
+    def _step_ended(self) -> None:
+        if not self._is_by_hand and self._count():
+            self._is_pending = True
+            # Where `step` is called after the optimizer, what it notes belongs to this step.
+            if not self._is_noted_after:
+                self._log_pending()
+
+    def _log_pending(self) -> None:
+        if self._is_pending:
+            self._is_pending = False
+            with self._failures.told(f"logging step {self.steps}"):
+                self._log_step()
+
+    def _has_not_moved(self) -> bool:
+        """Return whether the weights are those of before, although there are gradients."""
+        if not self._is_next_due or self._before is None:
+            return False
+        model = self._run.model
+        return model.is_trained() and not is_zero(model.gradients()) and same(self._before, model.factors())
+
+    def _demand_order(self) -> None:
+        if self._optimizers.has_new_gradients():
+            self._tell(
+                f"there are new gradients after the optimizer's step when step {self.steps + 1} is logged, so "
+                f"probe.step() comes before optimizer.step() in the loop, and its loss is that of the next batch: call "
+                f"it after the optimizer, or give the probe optimizer=..."
+            )
+
+    def _tell(self, message: str) -> None:
+        """Warn, once for each kind of message."""
+        kind = message[:20]
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(message, stacklevel=4)
 
     def _detached(self) -> None:
+        self._log_pending()
         self._attached = None
-        self.begin_step(with_gradients=False)
+        self._optimizers.give([])
+        self._keep_weights()
 
 
 class Attached:
-    """The connection of a probe to an optimizer; leaving its `with` block, or `detach`, ends it."""
+    """The connection of a probe to optimizers; leaving its `with` block, or `detach`, ends it."""
 
-    def __init__(self, probe: CircuitProbe, optimizer: Optimizer, at_end: Callable[[], None]) -> None:
-        """Register the hooks.
+    def __init__(self, probe: CircuitProbe, optimizers: Sequence[Optimizer], at_end: Callable[[], None]) -> None:
+        """Keep the probe for as long as the optimizers live.
 
         Args:
             probe: The probe that counts and logs the steps.
-            optimizer: The optimizer that takes them.
-            at_end: Called when the hooks are removed.
+            optimizers: The optimizers that take them.
+            at_end: Called when the connection ends.
         """
         self._probe, self._at_end = probe, at_end
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+
+        def keep(*_: object, kept: CircuitProbe = probe) -> None:
+            del kept
+
+        self._hooks = [optimizer.register_step_post_hook(keep) for optimizer in optimizers]
 
     def detach(self) -> None:
-        """Remove the hooks. Calling it again is harmless."""
+        """End the connection. Calling it again is harmless."""
         if self._hooks:
             for hook in self._hooks:
                 hook.remove()
@@ -251,33 +388,35 @@ class Attached:
             self._at_end()
 
     def __enter__(self) -> "Attached":
-        """Follow the optimizer inside the block."""
+        """Follow the optimizers inside the block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the hooks."""
+        """End the connection."""
         self.detach()
 
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._probe.begin_step(with_gradients=closure is None)
 
-    def _after_step(self, *_: Any) -> None:
-        self._probe.end_step()
+def _listed(optimizer: Any) -> list[Optimizer]:
+    given = [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable) else list(optimizer)
+    if not given:
+        raise CallError("optimizer should be an optimizer, or several in a list, got an empty list")
+    return list(dict.fromkeys(map(unwrapped, given)))
 
 
-def _schedule(every: int | Iterable[int] | Callable[[int], bool]) -> Callable[[int], bool]:
-    if callable(every):
-        return every
-    steps = frozenset(every) if isinstance(every, Iterable) else frozenset()
-    if steps and all(isinstance(step, Integral) for step in steps):
-        return steps.__contains__
-    if isinstance(every, int) and every >= 1:
-        return lambda step: step % every == 0
-    raise CallError(
-        f"every should be a whole number of at least 1, some steps, or a function of the step, got {every!r}"
-    )
+def _demand_numbers(scalars: dict[str, SupportsFloat]) -> None:
+    for name, value in scalars.items():
+        if not isinstance(value, SupportsFloat) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise CallError(f"{name} should be a number to store with the step, got {_in_words(value)}")
+
+
+def _numbers(scalars: dict[str, SupportsFloat]) -> dict[str, float]:
+    _demand_numbers(scalars)
+    return {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
 
 
 def _in_words(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def _in_few_words(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,6 +1,7 @@
 """A model in training as the circuit probe reads it: its circuits, and what a step did to their factors."""
 
 from collections.abc import Callable
+from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class LiveModel:
     """A model whose weights and gradients are read anew each time, because training and moving a model replace them.
 
     Attributes:
+        name: The name of its class.
         recognised: How its weights were recognised, in words.
         skipped: The parts that are not attention with these circuits, and why.
         untested: The circuits for which the test of the preconditioner lacks some quantities.
@@ -60,6 +62,7 @@ class LiveModel:
             QkovError: The model's weights are not recognised, or cannot be read.
         """
         self._model, self._view, self._options = model, view, options
+        self.name = type(model).__name__
         opened = open_model(model, options)
         self.recognised, self.skipped = opened.recognised, opened.skipped
         layers = tuple(opened.layers())
@@ -90,13 +93,35 @@ class LiveModel:
         """Return the factors that training moves, sharing the model's memory where possible."""
         return self._read(lambda parameter: parameter)
 
-    def gradients(self) -> Factors:
-        """Return the gradients of the factors, G_A as left and G_B as right; NaN where a parameter has none."""
-        return self._read(_gradient)
+    def parameter_names(self) -> dict[int, str]:
+        """Return the names of the parameters that hold the factors, by their id."""
+        if self._parameters is None:
+            return {}
+        named = {
+            name: tensor for name, tensor in self._parameters.tensors().items() if isinstance(tensor, nn.Parameter)
+        }
+        numbers = {id(tensor): number for number, tensor in enumerate(named.values(), 1)}
+        # Each parameter is read as its number, so that the factors hold the numbers of those that they are made of.
+        factors = self._read(lambda parameter: _spread(float(numbers[id(parameter)]), parameter))
+        found = {
+            int(number) for circuit in factors.values() for factor in _factors_in(circuit) for number in factor.unique()
+        }
+        return {id(tensor): name for name, tensor in named.items() if numbers[id(tensor)] in found}
 
-    def has_gradients(self) -> bool:
-        """Return whether any parameter of the model has a gradient, or no parameters are known."""
-        return self._parameters is None or any(parameter.grad is not None for parameter in self._model.parameters())
+    def gradients(self, copies: Dictionary[int, Tensor] | None = None) -> Factors:
+        """Return the gradients of the factors, G_A as left and G_B as right; NaN where a parameter has none.
+
+        Args:
+            copies: Gradients by the id of the parameter; by default those that the parameters have.
+        """
+        if copies is None:
+            return self._read(_gradient)
+        return self._read(lambda parameter: copies.get(id(parameter), _spread(torch.nan, parameter)))
+
+    def is_trained(self) -> bool:
+        """Return whether any parameter of the factors is trained, as far as they are known."""
+        trained = self._read(lambda parameter: _spread(float(parameter.requires_grad), parameter))
+        return any(bool(factor.any()) for circuit in trained.values() for factor in _factors_in(circuit))
 
     def step_quantities(self, before: Factors, gradients: Factors) -> dict[CircuitKey, dict[str, list[float]]]:
         """Return the quantities of the step from earlier factors to the current ones.
@@ -110,6 +135,9 @@ class LiveModel:
         """
         after, measured = self.factors(), {}
         for key, factors in before.items():
+            # A layer may have been removed meanwhile.
+            if key not in after or key not in gradients:
+                continue
             of_product = self._is_of_product[key]
             quantities = measure_step(factors, gradients[key], after[key], of_product=of_product)
             # The values of a group stand in the rows of all its heads.
@@ -135,6 +163,20 @@ class LiveModel:
 def copied(factors: Factors) -> Factors:
     """Return copies of the factors, which training does not change."""
     return {key: Circuit(*(factor.clone() for factor in _factors_in(circuit))) for key, circuit in factors.items()}
+
+
+def same(one: Factors, other: Factors) -> bool:
+    """Return whether all factors have equal values."""
+    pairs = zip(one.values(), other.values(), strict=False)
+    return one.keys() == other.keys() and all(
+        torch.equal(*both) for pair in pairs for both in zip(*map(_factors_in, pair), strict=True)
+    )
+
+
+def is_zero(gradients: Factors) -> bool:
+    """Return whether no gradient of any factor differs from 0; NaN stands for one that is missing."""
+    factors = [factor for circuit in gradients.values() for factor in _factors_in(circuit)]
+    return bool(factors) and not any(bool((factor.nan_to_num(0.0) != 0).any()) for factor in factors)
 
 
 def _circuits_in(weights: AttentionWeights) -> list[str]:

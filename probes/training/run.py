@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...analyses.versions import versions
 from ...circuits.algebra.factor_steps import STEP_QUANTITIES
 from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.reading.options import ReadingOptions
+from ...circuits.weights.layer_keys import LayerKey
 from ...circuits.weights.source import LayersInMemory
 from .model import CircuitKey, LiveModel
 from .store import LiveStore, MemoryStore
@@ -34,35 +35,34 @@ class LiveRun:
 
     def __init__(
         self,
-        model: Any,
+        model: LiveModel,
         options: ReadingOptions,
         view: View,
         directions: TaskDirections | None,
         folder: Path | str | None,
         log: Log | None,
-        start: int,
+        start: int | None,
         resume: bool,
     ) -> None:
         """Measure the start.
 
         Args:
-            model: Any model that `open_model` opens.
-            options: How to read the model.
+            model: The model.
+            options: How it is read.
             view: The basis and the rotary offset.
             directions: What the circuits are compared with; by default the weights at the start.
             folder: The folder of the run store; by default the rows are held in memory.
             log: Called after each logged step with the step and its values by name.
-            start: The number of steps that the model has been trained already.
+            start: The number of steps that the model has been trained already; 0 for a new store if None.
             resume: Whether to resume a store that is in the folder.
 
         Raises:
-            CallError: The model is not a model, the view or the directions do not fit it, or the folder holds another
-                run.
-            QkovError: The model's weights are not recognised, or cannot be read.
+            CallError: The directions do not fit the model, or the folder holds another run.
+            QkovError: The model's weights cannot be read.
         """
-        self.model = LiveModel(model, view, options)
+        self.model = model
         self._view, self._directions, self._log = view, directions, log
-        self._name = type(model).__name__
+        self._name = model.name
         self._source = f"live: {self._name}"
         identity = None if directions is None else {"name": directions.name, "hash": directions.fingerprint()}
         settings = {
@@ -75,7 +75,7 @@ class LiveRun:
             "live": True,
             "source": self._source,
             "settings": settings,
-            "reference_step": start if directions is None else None,
+            "reference_step": (start or 0) if directions is None else None,
             "recognised": self.model.recognised,
             "skipped": self.model.skipped,
             "left_out": {},
@@ -84,7 +84,8 @@ class LiveRun:
             "checkpoints": [],
             "no_longer_there": [],
         }
-        self._store = MemoryStore(start) if folder is None else LiveStore(folder, description, start, resume)
+        self._store = MemoryStore() if folder is None else LiveStore(folder, description, start, resume)
+        start = start or 0
         self.last_step = start
         self._last: Opened | None = None
         layers = LayersInMemory.copied(self.model.layers().layers())
@@ -92,18 +93,13 @@ class LiveRun:
         reference: LayersInMemory | None = None
         self._reference: Opened | None = None
         if directions is None:
-            step, reference = self._store.reference(layers)
+            step, reference = self._store.reference(start, layers)
             self._reference = self._at(step, reference)
         # Measured before anything is written, so that a wrong call leaves no store behind.
         self._rows = self._measured(current, {})
-        is_new = self._store.begin(reference)
-        if self._store.dropped:
-            dropped = self._store.dropped
-            warnings.warn(
-                f"{folder} resumes from step {start}: its later steps were deleted, {len(dropped)} of them, up to step "
-                f"{dropped[-1]}",
-                stacklevel=3,
-            )
+        is_new = self._store.begin(start, reference, self._rows)
+        for warning in self._store.warnings:
+            warnings.warn(warning, stacklevel=3)
         self._last = current
         if is_new:
             self._store.write(start, self._rows)
@@ -142,17 +138,44 @@ class LiveRun:
         return Opened(Checkpoint(step, f"{self._name} at step {step}"), layers)
 
     def _measured(self, current: Opened, quantities: StepQuantities) -> list[dict[str, Any]]:
-        rows = checkpoint_rows(current, self._last, self._reference, self._directions, self._view, self._source)
-        missing: dict[str, Any] = dict.fromkeys(STEP_QUANTITIES)
+        rows = [row for parts in self._comparable(current) for row in self._rows_of(*parts)]
+        columns = dict.fromkeys(column for row in rows for column in row)
+        missing: dict[str, Any] = dict.fromkeys((*columns, *STEP_QUANTITIES))
         measured = []
         for row in rows:
             of_circuit = quantities.get((row["stack"], row["layer"], row["circuit"]), {})
-            measured.append(row | missing | {name: values[row["head"]] for name, values in of_circuit.items()})
+            measured.append(missing | row | {name: values[row["head"]] for name, values in of_circuit.items()})
         return measured
+
+    def _rows_of(self, current: Opened, last: Opened | None, reference: Opened | None) -> list[dict[str, Any]]:
+        return checkpoint_rows(current, last, reference, self._directions, self._view, self._source)
+
+    def _comparable(self, current: Opened) -> Iterator[tuple[Opened, Opened | None, Opened | None]]:
+        """Yield the layers, those together that the step before has, and those that the reference has.
+
+        Layers that were added to the model are compared with nothing, and removed ones are no longer there.
+        """
+        others = (self._last, self._reference)
+        known = [set() if other is None else set(other.weights.layer_keys) for other in others]
+        groups: dict[tuple[bool, ...], list[LayerKey]] = {}
+        for key in current.weights.layer_keys:
+            groups.setdefault(tuple(key in keys for keys in known), []).append(key)
+        for (has_last, has_reference), keys in groups.items():
+            last, reference = (
+                _only(other, keys) if other is not None and is_there else None
+                for other, is_there in zip(others, (has_last, has_reference), strict=True)
+            )
+            yield _only(current, keys), last, reference
 
     def _pass_on(self) -> None:
         if self._log is not None:
             self._log(self.last_step, _record(self._rows))
+
+
+def _only(opened: Opened, keys: list[LayerKey]) -> Opened:
+    """Return some of the layers of a step."""
+    held = [weights for weights in opened.weights.layers() if (weights.stack, weights.layer) in keys]
+    return Opened(opened.checkpoint, LayersInMemory(held, opened.weights.scalars))
 
 
 def _record(rows: list[dict[str, Any]]) -> dict[str, float]:

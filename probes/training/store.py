@@ -1,6 +1,9 @@
 """The stores of a model in training: a run store on disk that can be read at any moment, or rows in memory."""
 
 import json
+import math
+import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,45 +20,63 @@ from ...analyses.trajectories.store import RunStore, table_of
 from ...circuits.errors import CallError, QkovError
 from ...circuits.storage.atomic_write import write_atomically
 from ...circuits.weights.attention_weights import BIASES, NAMES, AttentionWeights
+from ...circuits.weights.layer_keys import layer_name
 from ...circuits.weights.source import LayersInMemory
 
 #: The file of the weights with which the rows are compared.
 _REFERENCE = "reference.safetensors"
+#: The columns that say what a row of a step measures.
+_PLACE = ["stack", "layer", "head", "circuit"]
+#: Saving weights in bfloat16 changes each entry by up to 2^-9 of itself, at random, and so a norm over n entries by
+#: about 2^-8.5 / sqrt(n) of itself. Norms count as the same up to this share, divided by sqrt(n).
+_SAME = 2.0**-6
 
 
 class LiveStore:
-    """A run store that grows with training; each step is written whole.
+    """A run store that grows with training; each step is written whole, and nothing in it is ever deleted.
+
+    The store is that of the probe that began or resumed it last; another one, as in a notebook's cell that was run
+    again, can write to it no more.
 
     Attributes:
-        dropped: The steps that were deleted because training resumed from an earlier one.
+        warnings: What the user should know about how the store was resumed.
     """
 
-    def __init__(self, folder: Path | str, description: dict[str, Any], start: int, resume: bool) -> None:
+    def __init__(self, folder: Path | str, description: dict[str, Any], start: int | None, resume: bool) -> None:
         """Name the store; nothing is written yet.
 
         Args:
             folder: The store's folder.
             description: The content of run.json; a store that is resumed must have the same source and settings.
             start: The first step, at which the model has its current weights.
-            resume: Whether to resume a store; its steps after `start` are deleted.
+            resume: Whether to resume a store; its steps after `start` are moved aside.
 
         Raises:
-            CallError: The store exists and is not to be resumed, or belongs to another run.
+            CallError: The store exists and is not to be resumed, or belongs to another run; or `start` is not stated.
         """
         self._store = RunStore(folder)
-        self._description, self._start = json.loads(json.dumps(description)), start
-        self.dropped: list[int] = []
+        self._description = json.loads(json.dumps(description)) | {"writer": uuid.uuid4().hex}
+        self.warnings: list[str] = []
         self._columns: list[str] = []
+        self._reference: LayersInMemory | None = None
         self._is_new = not self._store.exists()
         if not self._is_new:
             stored = self._store.description()
             self._demand_same(stored, resume)
+            if start is None:
+                steps = self._store.steps()
+                upto = f"steps up to {steps[-1]}" if steps else "no step yet"
+                raise CallError(
+                    f"{folder} holds {upto}: state from which step training goes on, as start=STEP, or give another "
+                    f"folder"
+                )
             self._description["reference_step"] = stored["reference_step"]
 
-    def reference(self, layers: LayersInMemory) -> tuple[int, LayersInMemory]:
+    def reference(self, start: int, layers: LayersInMemory) -> tuple[int, LayersInMemory]:  # noqa: ARG002
         """Return the step and the layers with which rows are compared.
 
         Args:
+            start: The first step.
             layers: The current layers, which are the reference of a new store.
 
         Raises:
@@ -64,27 +85,60 @@ class LiveStore:
         step = self._description["reference_step"]
         return (step, layers) if self._is_new else (step, _read_reference(self._store.folder, layers))
 
-    def begin(self, reference: LayersInMemory | None) -> bool:
-        """Write run.json and delete the steps after the start.
+    def begin(self, start: int, reference: LayersInMemory | None, rows: list[dict[str, Any]]) -> bool:
+        """Write run.json and move the steps after the start aside.
 
         Args:
+            start: The first step.
             reference: The layers with which rows are compared, which a new store keeps; None if there are none.
+            rows: The rows of the current weights.
 
         Returns:
             Whether the start itself has yet to be written.
 
         Raises:
+            CallError: The weights are not those of the store's row of this step.
             QkovError: The disk is full, or cannot be written to.
         """
+        self._demand_same_weights(start, rows)
+        self._reference = reference
         with self._demand_written("the start of the store"):
-            if self._is_new and reference is not None:
-                _write_reference(self._store.folder, reference)
+            if self._is_new:
+                self._write_reference()
             self._store.describe(self._description)
-            self.dropped = self._store.drop_after(self._start)
+            moved, folder = self._store.move_aside(start)
+            if moved:
+                self.warnings.append(
+                    f"{self._store.folder} resumes from step {start}: its later steps, {len(moved)} of them, up to "
+                    f"step {moved[-1]}, were moved to {folder}"
+                )
             self._columns = self._store.columns()
             # A writer that was killed while it added columns had begun with the first file.
             self._store.add_columns(self._columns)
-        return self._start not in self._store.steps()
+        return start not in self._store.steps()
+
+    def _demand_same_weights(self, start: int, rows: list[dict[str, Any]]) -> None:
+        """Refuse weights whose norms are not those of the row of the step that they are said to be of."""
+        if self._is_new:
+            return
+        if start not in self._store.steps():
+            self.warnings.append(
+                f"{self._store.folder} has no row of step {start}, so whether these are the weights of its run at that "
+                f"step was not checked"
+            )
+            return
+        stored = self._store.rows_of(start).set_index(_PLACE)
+        current = pd.DataFrame(rows).set_index(_PLACE)
+        for place, row in current.iterrows():
+            norm, earlier = row["frobenius_norm"], stored["frobenius_norm"].get(place)
+            entries = row["rank_bound"] * min(row["rows"], row["columns"])
+            if earlier is None or not math.isclose(norm, earlier, rel_tol=_SAME / math.sqrt(entries), abs_tol=0.0):
+                stack, layer, head, circuit = place
+                raise CallError(
+                    f"the weights are not those of step {start} of {self._store.folder}: the norm of {circuit} of "
+                    f"{layer_name(stack, layer)}, head {head}, is {norm:.6g}, and {earlier:.6g} in the store; load the "
+                    f"weights of step {start}, state the step that they are of, or give another folder"
+                )
 
     def write(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Write the rows of a step. All files get the same columns, so that they can be read as one table.
@@ -96,8 +150,32 @@ class LiveStore:
         Raises:
             QkovError: The disk is full, or cannot be written to; the step is then missing from the store.
         """
+        self._demand_own()
         with self._demand_written(f"step {step}"):
             self._write(step, rows)
+
+    def _demand_own(self) -> None:
+        """Make a store whole again that was deleted, and refuse to write to one that another probe has resumed.
+
+        Raises:
+            QkovError: Another probe writes to the store, or it cannot be written to.
+        """
+        folder = self._store.folder
+        if not self._store.exists():
+            with self._demand_written("the store"):
+                self._write_reference()
+                self._store.describe(self._description)
+            warnings.warn(
+                f"the store {folder} was deleted while the model was trained; it begins again, without the steps that "
+                f"it held",
+                stacklevel=6,
+            )
+        elif self._store.description().get("writer") != self._description["writer"]:
+            raise QkovError(f"another probe writes to {folder} by now, so this one writes to it no more")
+
+    def _write_reference(self) -> None:
+        if self._reference is not None:
+            _write_reference(self._store.folder, self._reference)
 
     def table(self) -> pd.DataFrame:
         """Return all rows."""
@@ -138,17 +216,16 @@ class LiveStore:
 class MemoryStore:
     """Holds the rows in memory where no folder is given; it has the methods of `LiveStore`."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self) -> None:
         """Hold no rows yet."""
-        self._start = start
-        self.dropped: list[int] = []
+        self.warnings: list[str] = []
         self._rows: dict[int, list[dict[str, Any]]] = {}
 
-    def reference(self, layers: LayersInMemory) -> tuple[int, LayersInMemory]:
+    def reference(self, start: int, layers: LayersInMemory) -> tuple[int, LayersInMemory]:
         """Return the first step and the current layers."""
-        return self._start, layers
+        return start, layers
 
-    def begin(self, reference: LayersInMemory | None) -> bool:  # noqa: ARG002
+    def begin(self, start: int, reference: LayersInMemory | None, rows: list[dict[str, Any]]) -> bool:  # noqa: ARG002
         """Return True: the start has yet to be written."""
         return True
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,7 @@ def test_a_killed_script_leaves_a_store_that_can_be_read_and_gone_on_with(tmp_pa
     assert table["finite"].all()
     assert f"{len(steps)} logged step" in page_of(run)
     model = Classifier()
+    train(CircuitProbe(model, every=1000), model, len(steps) - 1)
     probe = CircuitProbe(model, run, every=1, start=len(steps) - 1, resume=True)
     train(probe, model, 1)
     assert store.steps() == [*steps, len(steps)]
@@ -179,7 +181,9 @@ def test_a_run_is_gone_on_with_from_an_earlier_step(tmp_path):
         train(CircuitProbe(model, folder, every=1), model, 5)
     model = Classifier()
     train(CircuitProbe(model, every=10), model, 2)
-    with pytest.warns(UserWarning, match="resumes from step 2: its later steps were deleted, 3 of them, up to step 5"):
+    with pytest.warns(
+        UserWarning, match="resumes from step 2: its later steps, 3 of them, up to step 5, were moved to"
+    ):
         probe = CircuitProbe(model, run, every=1, start=2, resume=True)
     assert RunStore(run).steps() == [0, 1, 2]
     assert probe.steps == 2
@@ -239,7 +243,7 @@ def test_columns_that_a_killed_writer_added_in_part_are_added_in_all_files(tmp_p
 def test_a_full_disk_is_one_error_and_training_can_go_on(tmp_path):
     run = tmp_path / "run"
     model = Classifier()
-    probe = CircuitProbe(model, run, every=1)
+    probe = CircuitProbe(model, run, every=1, on_error="raise")
     train(probe, model, 1)
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
@@ -257,3 +261,76 @@ def test_a_full_disk_is_one_error_and_training_can_go_on(tmp_path):
     assert RunStore(run).steps() == [0, 1, 3]
     # The step from before the last one alone, whatever came to nothing: that of gradient descent, at its rate.
     np.testing.assert_allclose(probe.table().query("step == 3")["taken_rate"], 0.1, rtol=0.1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_store_is_resumed_from_a_step_that_is_stated_and_with_the_weights_of_that_step_alone(tmp_path):
+    run, saved = tmp_path / "run", {}
+    model = Classifier()
+    probe = CircuitProbe(model, run, every=1)
+    for step in range(5):
+        saved[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        train(probe, model, 1)
+    before = contents(run)
+    with pytest.raises(CallError, match=r"run holds steps up to 5: state from which step training goes on, as start="):
+        CircuitProbe(model, run, every=1, resume=True)
+    with pytest.raises(
+        CallError, match=r"^the weights are not those of step 3 of .*: the norm of [QO][KV] of layer 0, head 0"
+    ):
+        CircuitProbe(Classifier(), run, every=1, start=3, resume=True)
+    assert contents(run) == before
+    # Weights that were saved in bfloat16 are those of the step as well.
+    model.load_state_dict({name: tensor.bfloat16().double() for name, tensor in saved[3].items()})
+    with pytest.warns(UserWarning, match=r"its later steps, 2 of them, up to step 5, were moved to .*moved_aside"):
+        CircuitProbe(model, run, every=1, start=3, resume=True)
+    [aside] = (run / "moved_aside").iterdir()
+    assert {file.name: file.read_bytes() for file in aside.iterdir()} == {
+        name: before[f"steps/{name}"] for name in ("step-000000004.parquet", "step-000000005.parquet")
+    }
+    assert RunStore(run).steps() == [0, 1, 2, 3]
+
+
+def test_a_step_that_the_store_has_no_row_of_cannot_be_compared(tmp_path):
+    model = Classifier()
+    train(CircuitProbe(model, tmp_path, every=2), model, 3)
+    with pytest.warns(UserWarning, match="has no row of step 3, so whether these are the weights of its run at that"):
+        probe = CircuitProbe(model, tmp_path, every=2, start=3, resume=True)
+    train(probe, model, 1)
+    assert RunStore(tmp_path).steps() == [0, 2, 3, 4]
+
+
+def test_a_probe_whose_store_another_one_has_resumed_writes_no_more_and_says_so(tmp_path):
+    model = Classifier()
+    stepping = torch.optim.SGD(model.parameters(), 0.1)
+    first = CircuitProbe(model, tmp_path, every=1, optimizer=stepping)
+    train(first, model, 2, stepping)
+    second = CircuitProbe(model, tmp_path, every=1, optimizer=stepping, start=2, resume=True)
+    with pytest.warns(
+        UserWarning, match="another probe writes to .* by now, so this one writes to it no more"
+    ) as caught:
+        train(second, model, 3, stepping)
+    assert len(caught) == 1
+    # The first one was to log three steps, the last of them when it is asked for next.
+    assert (first.failures, second.failures) == (2, 0)
+    assert RunStore(tmp_path).steps() == [0, 1, 2, 3, 4, 5]
+    assert len(RunStore(tmp_path).table()) == 6 * 4
+
+
+def test_a_store_that_is_deleted_while_the_model_is_trained_begins_again(tmp_path):
+    run = tmp_path / "run"
+    model = Classifier()
+    probe = CircuitProbe(model, run, every=1)
+    train(probe, model, 2)
+    shutil.rmtree(run)
+    with pytest.warns(
+        UserWarning, match="run was deleted while the model was trained; it begins again, without the st"
+    ):
+        train(probe, model, 1)
+    train(probe, model, 1)
+    store = RunStore(run)
+    assert store.steps() == [3, 4]
+    assert store.description()["source"] == "live: Classifier"
+    CircuitProbe(model, run, every=1, start=4, resume=True)

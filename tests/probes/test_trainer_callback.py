@@ -82,7 +82,9 @@ def test_a_resumed_run_goes_on_where_the_trainer_does(tmp_path):
     first = CircuitProbeCallback(tmp_path / "run", every=1)
     trainer(tmp_path / "two", first, max_steps=5).train()
     again = CircuitProbeCallback(tmp_path / "run", every=1, resume=True)
-    with pytest.warns(UserWarning, match="resumes from step 3: its later steps were deleted, 2 of them"):
+    with pytest.warns(
+        UserWarning, match="resumes from step 3: its later steps, 2 of them, up to step 5, were moved to"
+    ):
         trainer(tmp_path / "two", again).train(resume_from_checkpoint=str(tmp_path / "two" / "checkpoint-3"))
     found, wanted = (callback.probe.table() for callback in (again, straight))
     same = ["step", "layer", "head", "circuit", "frobenius_norm", "change_norm", *STEP_QUANTITIES[1:]]
@@ -101,7 +103,9 @@ def test_there_is_no_probe_before_training_and_none_beside_the_first_process():
         callback.probe  # noqa: B018
     with pytest.raises(CallError, match="leave out start"):
         CircuitProbeCallback(start=3)
-    with pytest.raises(CallError, match="a CircuitProbe has no option evry; it has basis, rotary_offset, directions"):
+    with pytest.raises(
+        CallError, match="a CircuitProbe has no option evry; it has optimizer, basis, rotary_offset, directions"
+    ):
         CircuitProbeCallback(evry=3)
     for option in ({"heads": 4}, {"options": ReadingOptions(heads=4)}, {"log": print}):
         CircuitProbeCallback(**option)

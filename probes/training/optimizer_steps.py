@@ -1,0 +1,238 @@
+"""Watches the optimizers that move some parameters: their gradients before a step, and when a step is complete."""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from collections.abc import Mapping as Dictionary
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ...circuits.errors import CallError
+
+#: The file whose wrapper around `step` calls the hooks.
+_TORCH = register_optimizer_step_pre_hook.__code__.co_filename
+
+
+class OptimizerSteps:
+    """The steps that optimizers take with some parameters, seen by hooks of torch for all optimizers.
+
+    A step of training is one step of each optimizer that moves any of the parameters. It begins before the first of
+    them and ends after the last of those that were given, or, where an optimizer steps again before all others have,
+    before that; the next steps are then those of the optimizers that stepped. If none was given, `forget_step` ends it.
+
+    An optimizer whose `step` calls that of its base class is seen once, as the hooks of the outer call. Gradients are
+    copied before an optimizer's own code can change them; where it computes them by a closure, after the first call of
+    the closure. They are divided by the scale of a GradScaler that the optimizer removes itself.
+
+    Attributes:
+        gradients: Copies of the gradients of the step, by the id of the parameter; empty if they were not wanted.
+        seen: Whether any optimizer has moved the parameters yet.
+        stepped: Whether any optimizer has done so since `forget_step` was called last.
+    """
+
+    def __init__(self, names: Dictionary[int, str], begin: Callable[[], bool], end: Callable[[], None]) -> None:
+        """Name the parameters; nothing is watched yet.
+
+        Args:
+            names: The names of the parameters by their id.
+            begin: Called before a step; it returns whether the gradients are wanted.
+            end: Called after a step.
+        """
+        self.names = dict(names)
+        self.gradients: dict[int, Tensor] = {}
+        self.seen = self.stepped = False
+        self._begin, self._end = begin, end
+        self._given: list[Optimizer] = []
+        self._expected: set[int] = set()
+        self._done: set[int] = set()
+        self._outer: dict[int, FrameType] = {}
+        self._wants = self._is_begun = False
+        self._after_step: list[tuple[Tensor, tuple[int, int] | None]] = []
+        self._handles: list[Any] = []
+
+    def watch(self) -> None:
+        """Watch from now on, until it is closed or for as long as this object exists."""
+        me = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            steps = me()
+            return None if steps is None else steps._before(optimizer, args, kwargs, _call_of_step())
+
+        def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            steps = me()
+            if steps is not None:
+                steps._after(optimizer, _call_of_step())
+
+        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+
+    def close(self) -> None:
+        """Stop watching. Calling it again is harmless."""
+        for handle in self._handles:
+            handle.remove()
+        self._outer = {}
+
+    def give(self, optimizers: Iterable[Optimizer]) -> list[str]:
+        """State which optimizers train the parameters.
+
+        Args:
+            optimizers: The optimizers, without wrappers.
+
+        Returns:
+            The names of those trained parameters that no optimizer holds.
+
+        Raises:
+            CallError: An optimizer holds none of the parameters.
+        """
+        given = list(optimizers)
+        held: set[int] = set()
+        for optimizer in given:
+            own = self._parameters_of(optimizer)
+            if not own:
+                raise CallError(
+                    f"{type(optimizer).__name__} holds no attention parameter of the model: give the optimizer that "
+                    f"trains {next(iter(self.names.values()), 'them')}"
+                )
+            held |= own.keys()
+        self._given, self._expected = given, {id(optimizer) for optimizer in given}
+        return [name for key, name in self.names.items() if key not in held]
+
+    def forget_step(self) -> None:
+        """Forget the step that was taken last, and its gradients; the next optimizer that steps begins a new one."""
+        self.gradients, self.stepped = {}, False
+        self._done, self._is_begun = set(), False
+
+    def has_new_gradients(self) -> bool:
+        """Return whether there are gradients that were computed after the optimizers' last step."""
+        return any(
+            parameter.grad is not None and _state(parameter) != state and bool(parameter.grad.any())
+            for parameter, state in self._after_step
+        )
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, caller: FrameType) -> Any:
+        if id(optimizer) in self._outer and _is_running(self._outer[id(optimizer)], caller):
+            return None
+        own = self._parameters_of(optimizer)
+        if not own:
+            return None
+        self._outer[id(optimizer)] = caller
+        if id(optimizer) in self._done:
+            self._complete()
+        if self._given and id(optimizer) not in self._expected:
+            self._warn_of(optimizer, own)
+        if not self._is_begun:
+            # What the step before has left is used by then.
+            self._is_begun, self._wants, self.gradients = True, self._begin(), {}
+        if not self._wants:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._copy_gradients(optimizer, own)
+            return None
+        followed = self._following(closure, optimizer, own)
+        return (
+            (args, {**kwargs, "closure": followed})
+            if "closure" in kwargs
+            else ((*args[:1], followed, *args[2:]), kwargs)
+        )
+
+    def _after(self, optimizer: Optimizer, caller: FrameType) -> None:
+        if self._outer.get(id(optimizer)) is not caller:
+            return
+        del self._outer[id(optimizer)]
+        self.seen = self.stepped = True
+        self._after_step = [(parameter, _state(parameter)) for parameter in self._parameters_of(optimizer).values()][:1]
+        self._done.add(id(optimizer))
+        if self._given and self._expected <= self._done:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._given:
+            self._expected = self._done
+        self._done, self._is_begun = set(), False
+        if self._given:
+            self._end()
+
+    def _warn_of(self, optimizer: Optimizer, own: Dictionary[int, Tensor]) -> None:
+        """Warn once of an optimizer that moves the parameters and was not given; it is followed all the same."""
+        self._given.append(optimizer)
+        self._expected.add(id(optimizer))
+        warnings.warn(
+            f"{type(optimizer).__name__}, which was not given to the probe, moves {self.names[next(iter(own))]}; its "
+            f"steps are followed too: give the probe every optimizer, as optimizer=[...], or a new probe for a new one",
+            stacklevel=5,
+        )
+
+    def _following(
+        self, closure: Callable[[], Any], optimizer: Optimizer, own: Dictionary[int, Tensor]
+    ) -> Callable[[], Any]:
+        """Return a closure that copies the gradients that its first call leaves."""
+        is_first = True
+
+        def followed() -> Any:
+            nonlocal is_first
+            loss = closure()
+            if is_first:
+                is_first = False
+                self._copy_gradients(optimizer, own)
+            return loss
+
+        return followed
+
+    def _copy_gradients(self, optimizer: Optimizer, own: Dictionary[int, Tensor]) -> None:
+        scale = getattr(optimizer, "grad_scale", None)
+        for key, parameter in own.items():
+            if parameter.grad is not None:
+                copied = parameter.grad.detach().clone()
+                self.gradients[key] = copied if scale is None else copied / scale.to(copied.device)
+
+    def _parameters_of(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return {id(parameter): parameter for parameter in every if id(parameter) in self.names}
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside wrappers such as that of accelerate.
+
+    Args:
+        optimizer: An optimizer, or an object that keeps one as its attribute `optimizer`.
+
+    Raises:
+        CallError: It is neither.
+    """
+    inside = optimizer
+    while isinstance(getattr(inside, "optimizer", None), Optimizer):
+        inside = inside.optimizer
+    if not isinstance(inside, Optimizer):
+        raise CallError(f"expected a torch.optim.Optimizer, or several in a list, got {type(optimizer).__name__}")
+    return inside
+
+
+def _call_of_step() -> FrameType:
+    """Return the frame of torch's wrapper around `step`, from which a hook is called; both hooks of a call share it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _TORCH:
+        frame = frame.f_back
+    assert frame is not None, "hooks of optimizers are called by torch"
+    return frame
+
+
+def _is_running(frame: FrameType, caller: FrameType) -> bool:
+    """Return whether a frame is among the callers of another one; after an error it is not."""
+    above: FrameType | None = caller
+    while above is not None:
+        if above is frame:
+            return True
+        above = above.f_back
+    return False
+
+
+def _state(parameter: Tensor) -> tuple[int, int] | None:
+    """Return what changes when a gradient is computed anew or added to."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)

@@ -1,0 +1,397 @@
+"""CircuitProbe in loops that are easily got wrong: figures are those of the step or missing, and training goes on."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from qkov.circuits import CallError
+from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
+from qkov.probes import CircuitProbe, log_spaced
+
+from .circuit_models import Classifier, language_model, loss_of
+from .test_circuit_probe import dense_gradients, expected_figures
+
+
+def assert_figures(probe: CircuitProbe, expected: dict[int, tuple[Any, Any, Any]], tolerance: float = 1e-8) -> None:
+    """Compare the rows of a step with dense products: the factors before and after it, and autograd on the products."""
+    rows = probe.table()
+    assert sorted(rows["step"].unique()) == [0, *expected]
+    for row in rows[rows["step"] > 0].to_dict("records"):
+        before, after, gradients = expected[row["step"]]
+        for name, value in expected_figures(before, after, gradients, row["circuit"], row["head"]).items():
+            assert row[name] == pytest.approx(value, rel=tolerance, abs=1e-10), (name, row["step"], row["circuit"])
+
+
+class InPlace(torch.optim.SGD):
+    """Changes the gradients as it steps, as optimizers without a schedule do."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(1000)
+        return result
+
+
+class BeforeIt(torch.optim.AdamW):
+    """Changes the gradients before its base class steps."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(1000)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [InPlace, BeforeIt])
+@pytest.mark.parametrize("way", ["given", "step", "attach", "closure"])
+def test_gradients_are_those_that_an_optimizer_finds_whatever_it_makes_of_them(kind, way):
+    # Another optimizer of the same base class was made earlier in the process, so that its step has hooks as well.
+    torch.optim.SGD(Classifier().parameters(), 0.1)
+    model = Classifier()
+    optimizer = kind(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=1, optimizer=None if way in ("step", "attach") else optimizer)
+    if way == "attach":
+        probe.attach(optimizer)
+    expected = {}
+    for step in (1, 2, 3):
+        before, gradients = model.factors(), dense_gradients(model, step)
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        if way == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        if way in ("step", "given"):
+            probe.step(float(step))
+        expected[step] = before, model.factors(), gradients
+    assert probe.steps == 3
+    assert_figures(probe, expected)
+
+
+def test_an_optimizer_that_failed_within_its_step_is_followed_again():
+    model = Classifier()
+    optimizer = InPlace(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=1, optimizer=optimizer)
+
+    def failing() -> float:
+        raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        optimizer.step(failing)
+    assert probe.steps == 0
+    before, gradients = model.factors(), dense_gradients(model, 1)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert_figures(probe, {1: (before, model.factors(), gradients)})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_probe_that_steps_before_the_optimizer_says_so_and_keeps_each_step_s_own_gradients(kind):
+    model = Classifier()
+    optimizer = kind(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=1)
+    expected = {}
+
+    def loop() -> None:
+        for step in range(1, 5):
+            before, gradients = model.factors(), dense_gradients(model, step)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            probe.step()
+            optimizer.step()
+            expected[step] = before, model.factors(), gradients
+
+    with pytest.warns(UserWarning, match=r"probe\.step\(\) comes before optimizer\.step\(\)") as caught:
+        loop()
+    assert len(caught) == 1
+    # The last step is not logged, for no call follows it.
+    del expected[4]
+    assert_figures(probe, expected)
+
+
+def test_gradients_that_are_0_leave_the_figures_missing_and_are_told_once():
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    probe = CircuitProbe(model, every=1, optimizer=optimizer)
+
+    def loop() -> None:
+        for step in (1, 2):
+            loss_of(model, step).backward()
+            optimizer.zero_grad(set_to_none=False)
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="the gradients of all attention weights are 0 or missing at step 1") as caught:
+        loop()
+    assert len(caught) == 1
+    rows = probe.table().query("step > 0")
+    assert rows[[name for name in STEP_QUANTITIES if name != "taken_step_norm"]].isna().all(axis=None)
+    # Momentum moves the weights all the same.
+    assert (rows["taken_step_norm"] > 0).all()
+
+
+def split(model: Classifier) -> tuple[list[Any], list[Any]]:
+    attention = [parameter for name, parameter in model.named_parameters() if "in_proj" in name]
+    return attention, [parameter for name, parameter in model.named_parameters() if "in_proj" not in name]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("way", ["given", "step"])
+def test_several_optimizers_make_one_step(order, way):
+    model = Classifier()
+    attention, rest = split(model)
+    optimizers = [torch.optim.SGD(rest, lr=0.01), torch.optim.SGD(attention, lr=0.1)]
+    probe = CircuitProbe(model, every=1, optimizer=optimizers if way == "given" else None)
+    expected = {}
+    for step in (1, 2, 3):
+        before, gradients = model.factors(), dense_gradients(model, step)
+        loss_of(model, step).backward()
+        for number in order:
+            # Gradients are gone after each optimizer's own step.
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+        if way == "step":
+            probe.step()
+        expected[step] = before, model.factors(), gradients
+    assert probe.steps == 3
+    assert_figures(probe, expected)
+    rate = probe.table().query("circuit == 'QK' and step > 0")["taken_rate"]
+    np.testing.assert_allclose(rate, 0.1, rtol=0.05)
+
+
+def test_attention_that_no_given_optimizer_moves_is_named_and_a_foreign_one_refused():
+    model, other = Classifier(), Classifier()
+    attention, rest = split(model)
+    partial, whole = torch.optim.SGD(rest, lr=0.1), torch.optim.SGD(attention, lr=0.1)
+    with pytest.warns(UserWarning, match=r"no optimizer that the probe was given trains attention.in_proj_weight, att"):
+        probe = CircuitProbe(model, every=1, optimizer=partial)
+    with pytest.raises(CallError, match=r"^SGD holds no attention parameter of the model: give the optimizer that tra"):
+        CircuitProbe(model, optimizer=[whole, torch.optim.SGD(other.parameters(), lr=0.1)])
+    for wrong in (3, [], [whole, None], "adam"):
+        with pytest.raises(CallError, match=r"expected a torch\.optim\.Optimizer|got an empty list"):
+            CircuitProbe(model, optimizer=wrong)
+    loss_of(model, 1).backward()
+    with pytest.warns(
+        UserWarning, match=r"^SGD, which was not given to the probe, moves attention\.in_proj_weight; its"
+    ):
+        whole.step()
+    partial.step()
+    assert probe.steps == 1
+
+
+def test_an_optimizer_that_replaces_another_is_followed():
+    model = Classifier()
+    first, second = (torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.2))
+    probe = CircuitProbe(model, every=1, optimizer=first)
+    expected = {}
+    for step in range(1, 6):
+        optimizer = first if step < 3 else second
+        before, gradients = model.factors(), dense_gradients(model, step)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert bool(caught) == (step == 3)
+        expected[step] = before, model.factors(), gradients
+    probe.close()
+    assert probe.steps == 5
+    assert_figures(probe, expected)
+
+
+@pytest.mark.parametrize("way", ["given", "wrapped", "step"])
+def test_micro_batches_of_accelerate_are_no_steps(way):
+    model = Classifier()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, wrapped = accelerator.prepare(model, plain)
+    given = {"given": plain, "wrapped": wrapped, "step": None}[way]
+    probe = CircuitProbe(model, every=1, optimizer=given)
+    expected = {}
+    for number in range(8):
+        if number % 2 == 0:
+            before = model.factors()
+            halves = [dense_gradients(model, number + part) for part in (0, 1)]
+        with accelerator.accumulate(prepared):
+            loss = loss_of(prepared, number)
+            accelerator.backward(loss)
+            wrapped.step()
+            probe.step(loss)
+            wrapped.zero_grad()
+        if number % 2:
+            mean = {
+                name: [(one + other) / 2 for one, other in zip(*(half[name] for half in halves), strict=True)]
+                for name in ("QK", "OV")
+            }
+            expected[number // 2 + 1] = before, model.factors(), mean
+    assert probe.steps == 4
+    assert_figures(probe, expected)
+
+
+def test_micro_batches_by_hand_are_no_steps():
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=3)
+    for number in range(12):
+        (loss_of(model, number) / 4).backward()
+        if number % 4 == 3:
+            optimizer.step()
+        probe.step()
+        if number % 4 == 3:
+            optimizer.zero_grad()
+    assert probe.steps == 3
+    assert sorted(probe.table()["step"].unique()) == [0, 3]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_the_scale_of_a_scaler_is_no_part_of_the_gradients(kind, unscales):
+    model = Classifier()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    probe = CircuitProbe(model, every=1, optimizer=optimizer)
+    before, gradients = model.factors(), dense_gradients(model, 1)
+    scaler.scale(loss_of(model, 1)).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_figures(probe, {1: (before, model.factors(), gradients)}, tolerance=1e-6)
+
+
+def test_what_is_noted_after_a_step_is_stored_with_it_and_passed_on():
+    model, records = Classifier(), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=1, optimizer=optimizer, log=records.__setitem__)
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        probe.step(float(step))
+        assert probe.steps == step
+    losses = probe.table().groupby("step")["training_loss"].first()
+    assert losses[[1, 2, 3]].tolist() == [1.0, 2.0, 3.0]
+    # The first step was passed on before anyone could know that its loss comes after it.
+    assert [records[step].get("training/loss") for step in (1, 2, 3)] == [None, 2.0, 3.0]
+
+
+class Failing:
+    """Raises at some steps."""
+
+    def __init__(self, steps: set[int]) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int, values: dict[str, float]) -> None:
+        del values
+        if step in self.steps:
+            raise ConnectionError("the logger is away")
+
+
+def trained(model: Classifier, probe: CircuitProbe, optimizer: Any, steps: int, after: Callable[[int], None]) -> None:
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        probe.step()
+        after(step)
+
+
+def test_a_failure_while_training_is_told_once_and_counted():
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=1, log=Failing({1, 3}), optimizer=optimizer)
+    with pytest.warns(UserWarning, match=r"^logging step 1 failed, .*ConnectionError: the logger is away") as caught:
+        trained(model, probe, optimizer, 4, lambda _: None)
+    assert len(caught) == 1
+    assert probe.failures == 2
+    assert probe.steps == 4
+    probe = CircuitProbe(model, every=1, log=Failing({1}), optimizer=optimizer, on_error="raise")
+    with pytest.raises(ConnectionError):
+        trained(model, probe, optimizer, 1, lambda _: None)
+    with pytest.raises(CallError, match="on_error should be 'warn' or 'raise', got 'ignore'"):
+        CircuitProbe(model, on_error="ignore")
+
+
+def test_a_layer_that_is_removed_or_added_does_not_stop_training():
+    model = language_model("gpt2")
+    x = torch.arange(2, 18).view(2, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = CircuitProbe(model, every=1, optimizer=optimizer)
+    removed = model.transformer.h[1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(1, 7):
+            if step == 3:
+                model.transformer.h = torch.nn.ModuleList([model.transformer.h[0]])
+            if step == 5:
+                model.transformer.h.append(removed)
+            optimizer.zero_grad()
+            model(x, labels=x).loss.backward()
+            optimizer.step()
+    assert probe.steps == 6
+    assert probe.failures == 0, [str(warning.message) for warning in caught]
+    layers = probe.table().groupby("step")["layer"].unique().map(list)
+    assert layers.to_dict() == {step: [0] if step in (3, 4) else [0, 1] for step in range(7)}
+
+
+def test_training_is_the_same_to_the_bit_with_and_without_a_probe():
+    models = []
+    for with_probe in (False, True):
+        model = Classifier()
+        optimizer = InPlace(model.parameters(), lr=0.05, momentum=0.9)
+        if with_probe:
+            probe = CircuitProbe(model, every=1, optimizer=optimizer)
+            copy.deepcopy(optimizer)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        models.append(model)
+    assert probe.steps == 5
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "every", [np.int64(2), [2, 4], np.array([2, 4]), torch.tensor([2, 4]), lambda step: step % 2 == 0]
+)
+def test_every_takes_any_kind_of_numbers(every):
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CircuitProbe(model, every=every, optimizer=optimizer) as probe:
+        trained(model, probe, optimizer, 5, lambda _: None)
+    assert sorted(probe.table()["step"].unique()) == [0, 2, 4]
+    loss_of(model, 6).backward()
+    optimizer.step()
+    assert probe.steps == 5
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, [], [1.5], "2"])
+def test_what_is_no_schedule_is_refused(every):
+    with pytest.raises(CallError, match="every should be a whole number of at least 1, some steps, or a function"):
+        CircuitProbe(Classifier(), every=every)
+
+
+def test_steps_with_evenly_spaced_logarithms():
+    assert log_spaced(100, 2) == [1, 3, 10, 32, 100]
+    assert log_spaced(12, 3) == [1, 2, 5, 10, 12]
+    assert log_spaced(1) == [1]
+    for wrong in (0, 1.5, True):
+        with pytest.raises(CallError, match="last should be a whole number of at least 1"):
+            log_spaced(wrong)
