@@ -22,8 +22,8 @@ def schedule(every: Any) -> Schedule:
         CallError: It is none of these.
     """
     if callable(every):
-        return every
-    if isinstance(every, Integral) and not isinstance(every, bool) and every >= 1:
+        return lambda step: bool(every(step))
+    if isinstance(every, Integral) and not isinstance(every, bool) and int(every) >= 1:
         return lambda step: step % int(every) == 0
     steps = list(every) if isinstance(every, Iterable) and not isinstance(every, str | bytes) else []
     numbers = [step.item() if hasattr(step, "item") else step for step in steps]

@@ -127,16 +127,19 @@ class LiveStore:
                 f"step was not checked"
             )
             return
-        stored = self._store.rows_of(start).set_index(_PLACE)
-        current = pd.DataFrame(rows).set_index(_PLACE)
-        for place, row in current.iterrows():
-            norm, earlier = row["frobenius_norm"], stored["frobenius_norm"].get(place)
+        norms = {
+            tuple(row[name] for name in _PLACE): row["frobenius_norm"]
+            for row in self._store.rows_of(start).to_dict("records")
+        }
+        for row in rows:
+            place = stack, layer, head, circuit = tuple(row[name] for name in _PLACE)
+            norm, earlier = row["frobenius_norm"], norms.get(place)
             entries = row["rank_bound"] * min(row["rows"], row["columns"])
             if earlier is None or not math.isclose(norm, earlier, rel_tol=_SAME / math.sqrt(entries), abs_tol=0.0):
-                stack, layer, head, circuit = place
+                stated = "missing" if earlier is None else f"{earlier:.6g}"
                 raise CallError(
                     f"the weights are not those of step {start} of {self._store.folder}: the norm of {circuit} of "
-                    f"{layer_name(stack, layer)}, head {head}, is {norm:.6g}, and {earlier:.6g} in the store; load the "
+                    f"{layer_name(stack, layer)}, head {head}, is {norm:.6g}, and {stated} in the store; load the "
                     f"weights of step {start}, state the step that they are of, or give another folder"
                 )
 

@@ -224,6 +224,7 @@ def test_micro_batches_of_accelerate_are_no_steps(way):
     given = {"given": plain, "wrapped": wrapped, "step": None}[way]
     probe = CircuitProbe(model, every=1, optimizer=given)
     expected = {}
+    before, halves = model.factors(), []
     for number in range(8):
         if number % 2 == 0:
             before = model.factors()
@@ -351,19 +352,19 @@ def test_a_layer_that_is_removed_or_added_does_not_stop_training():
 
 
 def test_training_is_the_same_to_the_bit_with_and_without_a_probe():
-    models = []
+    models, probes = [], []
     for with_probe in (False, True):
         model = Classifier()
         optimizer = InPlace(model.parameters(), lr=0.05, momentum=0.9)
         if with_probe:
-            probe = CircuitProbe(model, every=1, optimizer=optimizer)
+            probes.append(CircuitProbe(model, every=1, optimizer=optimizer))
             copy.deepcopy(optimizer)
         for step in range(5):
             optimizer.zero_grad()
             loss_of(model, step).backward()
             optimizer.step()
         models.append(model)
-    assert probe.steps == 5
+    assert probes[0].steps == 5
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
 
