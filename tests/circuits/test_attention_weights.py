@@ -177,6 +177,8 @@ def test_scores_of_rotary_positions_are_those_of_the_circuit_at_their_offset():
     weights: Any = replace(layer(heads=1, key_value_heads=1, facts=facts), b_Q=None, b_K=None)
     x = draw(TOKENS, D_MODEL)
     circuits = {offset: weights.qk(rotary_offset=offset).dense()[0] for offset in range(1 - TOKENS, TOKENS)}
+    # Without an offset, all circuits of a layer are those of a query and a key at one position.
+    assert_exact(weights.circuits()["QK"].dense()[0], circuits[0])
     scores = torch.stack([x[k] @ circuits[q - k] @ x[q] for q in range(TOKENS) for k in range(TOKENS)]).view(TOKENS, -1)
     assert_exact(scores.softmax(-1), attend(weights, x).pattern[0])
 

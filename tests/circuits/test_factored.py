@@ -127,6 +127,8 @@ def test_shapes_norms_and_transpose() -> None:
     assert circuit.batch_shape == (2, 3)
     assert circuit.rank_bound == 4
     assert Circuit(random(2, 9), random(9, 5)).rank_bound == 2
+    assert Circuit(random(7, 5), random(5, 3)).rank_bound == 3
+    assert Circuit(torch.ones(0, 4, 3)).batch_shape == (0,)
     assert circuit.mT.shape == (2, 3, 7, 9)
     np.testing.assert_allclose(circuit.dense(), dense(circuit), rtol=0, atol=1e-13)
     np.testing.assert_allclose(circuit.mT.dense(), dense(circuit).swapaxes(-2, -1), rtol=0, atol=1e-13)

@@ -159,3 +159,10 @@ def test_norms_of_queries_and_keys_are_over_each_head_or_over_all(each, over):
     assert key is None
     assert query is not None
     assert (query.kind, query.over, query.eps) == ("rms_norm", over, 1e-6)
+
+
+def test_a_config_that_does_not_state_adjacent_pairs_has_halves():
+    stated = facts().rotary
+    assert stated.pairing == "halves"
+    assert stated.frequencies == pytest.approx(FREQUENCIES)
+    assert facts(rotary_adjacent_pairs=True).rotary.pairing == "adjacent"

@@ -65,6 +65,17 @@ def test_centred_weights_are_recognised_in_every_precision(dtype, d_model):
     assert not is_centred(torch.zeros(2, d_model, 8, dtype=dtype), dim=1)
 
 
+@pytest.mark.parametrize(("d_model", "share"), [(64, 0.05), (4096, 0.01)])
+def test_a_mean_above_a_tenth_of_that_of_random_numbers_is_none_of_rounding_in_bfloat16(d_model, share):
+    """Random numbers have a mean of about d_model^-1/2 of their size, and rounding one of 2^-9 of that."""
+    assert share > 0.1 * d_model**-0.5
+    torch.manual_seed(0)
+    W = torch.randn(1, d_model, 1)
+    W = W - W.mean(dim=1, keepdim=True)
+    assert is_centred(W.bfloat16(), dim=1)
+    assert not is_centred((W + share).bfloat16(), dim=1)
+
+
 @pytest.mark.parametrize("d_model", [32, 4096])
 def test_a_small_mean_is_told_from_rounding_in_float32(d_model):
     """Rounding leaves means of about 1e-8 of the size of the numbers, so one of 1e-4 was there before."""

@@ -183,6 +183,13 @@ def test_factors_leave_the_range_above_an_exponent_of_150_and_below_one_of_minus
     assert torch.equal(times_power_of_two(scaled, exponent[:, None, None]), matrices)
 
 
+@pytest.mark.parametrize("power", [1600, -1600])
+def test_a_power_of_two_beyond_the_range_is_multiplied_in_two_halves(power: int) -> None:
+    """2^1600 has no float64, while 2^-800 times it has; a third of the power would leave 2^1067 for the other step."""
+    value = torch.tensor([2.0 ** (-power // 2)], dtype=torch.float64)
+    assert times_power_of_two(value, torch.tensor([power])).item() == 2.0 ** (power // 2)
+
+
 @pytest.mark.parametrize("entry", [0.0, math.inf, -math.inf, math.nan])
 def test_a_matrix_of_zeros_or_one_that_is_not_finite_is_not_in_range_and_not_scaled(entry: float) -> None:
     matrices = torch.stack([torch.eye(3, dtype=torch.float64), torch.full((3, 3), entry, dtype=torch.float64)])

@@ -166,3 +166,9 @@ def test_scaling_that_cannot_be_used_is_named(scaling, told):
 def test_a_base_that_gives_no_frequencies_is_refused(base):
     with pytest.raises(QkovError, match=r"cannot be used: .*the base is"):
         scaled_rotary(16, 16, base, "halves", None)
+
+
+def test_as_few_as_two_dimensions_rotate_and_not_fewer():
+    assert scaled_rotary(16, 2, BASE, "halves", None).frequencies == (1.0,)
+    with pytest.raises(QkovError, match="1 of 16 dimensions rotate"):
+        scaled_rotary(16, 1, BASE, "halves", None)

@@ -105,6 +105,22 @@ def test_tables_tell_how_positions_rotate(adjacent, tmp_path):
     torch.testing.assert_close(y @ weights.qk(rotary_offset=3).dense() @ x, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["rotary_sin", "rotary_cos"])
+def test_one_table_alone_tells_nothing(name, tmp_path):
+    state = state_of(_WEIGHTS | _BIASES, layers=1)
+    (without,) = read(state, tmp_path)
+    (weights,) = read(state | {f"blocks.0.attn.{name}": torch.ones(32, 8)}, tmp_path)
+    assert weights.facts == without.facts
+
+
+def test_weights_of_which_the_first_head_alone_has_no_mean_are_raw(tmp_path):
+    state = state_of(_WEIGHTS | _BIASES, layers=1)
+    for name in ("W_Q", "W_K", "W_V"):
+        state[f"blocks.0.attn.{name}"][:1] -= state[f"blocks.0.attn.{name}"][:1].mean(dim=1, keepdim=True)
+    (weights,) = read(state, tmp_path)
+    assert weights.stored_basis == "raw"
+
+
 def test_weights_with_their_norm_folded_are_told(tmp_path):
     """Folding leaves no gain, readers without mean, and with center_writing_weights, writers without mean."""
     state = state_of(_WEIGHTS | _BIASES, layers=1)
