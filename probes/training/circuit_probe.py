@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat, Unpack
 
 import pandas as pd
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from ...analyses.trajectories.view import TaskDirections, View
@@ -52,14 +52,15 @@ class CircuitProbe:
     is called.
 
     A failure while training (a full disk, a layer that cannot be read, a `log` that raises) is told once, counted in
-    `failures`, and does not stop training. Where several processes train, only the first one measures.
+    `failures`, and does not stop training. Where several processes train the model, the probes of all but the first,
+    of rank 0, do nothing.
 
     The probe holds copies of the attention weights at the start, at the step that was logged last, and from before a
     step that is to be logged. A step is written whole or not at all, so `qkov report` can read the store at any time,
     also after a crash.
 
     Attributes:
-        steps: The number of steps that the model has been trained.
+        steps: The number of steps that the model has been trained; not counted in processes that do not measure.
     """
 
     def __init__(
@@ -113,6 +114,10 @@ class CircuitProbe:
             raise CallError(f"log should be a function of a step and its values, got {log!r}")
         if directions is not None and not isinstance(directions, TaskDirections):
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
+        self._is_idle = _is_beside_the_first()
+        if self._is_idle:
+            self.steps, self._failures = start or 0, Failures(on_error)
+            return
         view = View.of(basis, rotary_offset)
         chosen = reading_options(options, reading, ModelKeywords)
         optimizers = None if optimizer is None else _listed(optimizer)
@@ -141,6 +146,12 @@ class CircuitProbe:
         """How many measurements failed during training."""
         return self._failures.count
 
+    def __repr__(self) -> str:
+        """Say what the probe does."""
+        if self._is_idle:
+            return "CircuitProbe(measures nothing: the first process does)"
+        return f"CircuitProbe({self._run.model.name}, step {self.steps}, {self.failures} failures)"
+
     def __enter__(self) -> "CircuitProbe":
         """Return the probe, which is closed at the end of the block."""
         return self
@@ -151,6 +162,8 @@ class CircuitProbe:
 
     def close(self) -> None:
         """Follow no optimizer any more. Calling it again is harmless."""
+        if self._is_idle:
+            return
         if self._attached is not None:
             self._attached.detach()
         self._optimizers.close()
@@ -164,6 +177,8 @@ class CircuitProbe:
             loss: The loss, stored with the step as `training_loss`.
             **scalars: Other numbers to store with the step, such as learning_rate=...
         """
+        if self._is_idle:
+            return
         numbers = scalars if loss is None else {"loss": loss, **scalars}
         if self._attached is not None:
             self._is_noted_after = True
@@ -200,6 +215,8 @@ class CircuitProbe:
         Raises:
             CallError: A value is not a number.
         """
+        if self._is_idle:
+            return
         with self._failures.told(f"noting numbers for step {self.steps + 1}"):
             if self._is_next_due:
                 self._scalars |= _numbers(scalars)
@@ -224,6 +241,8 @@ class CircuitProbe:
                 attached already.
         """
         optimizers = _listed(optimizer)
+        if self._is_idle:
+            return Attached(self, [], self.close)
         if self._attached is not None:
             raise CallError("the probe is attached to an optimizer already: detach it first")
         self._attached = self._follow(optimizers, self._optimizers.give(optimizers))
@@ -244,6 +263,8 @@ class CircuitProbe:
         Args:
             with_gradients: Whether the gradients of the step are there already; otherwise `end_step` reads them.
         """
+        if self._is_idle:
+            return
         with self._failures.told(f"beginning step {self.steps + 1}"):
             self._is_by_hand = True
             if self._is_next_due:
@@ -252,6 +273,8 @@ class CircuitProbe:
 
     def end_step(self) -> None:
         """Count the step that has been taken, and log it if it is due."""
+        if self._is_idle:
+            return
         with self._failures.told(f"logging step {self.steps + 1}"):
             try:
                 self._end()
@@ -265,12 +288,20 @@ class CircuitProbe:
             step: The step.
             **scalars: The numbers by name.
         """
+        if self._is_idle:
+            return
         with self._failures.told(f"storing numbers of step {step}"):
             if step == self._run.last_step:
                 self._run.add_scalars(scalars)
 
     def table(self) -> pd.DataFrame:
-        """Return everything that was logged: one row for each step, layer, head and circuit."""
+        """Return everything that was logged: one row for each step, layer, head and circuit.
+
+        Raises:
+            CallError: This process measures nothing, since it is not the first of several.
+        """
+        if self._is_idle:
+            raise CallError("this process measures nothing, since another one is the first: ask the probe of rank 0")
         self._log_pending()
         return self._run.table()
 
@@ -394,6 +425,18 @@ class Attached:
     def __exit__(self, *_: object) -> None:
         """End the connection."""
         self.detach()
+
+
+def _is_beside_the_first() -> bool:
+    """Return whether several processes train the model and this is not the first of them, which is said."""
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0:
+        return False
+    warnings.warn(
+        f"this is process {distributed.get_rank()} of {distributed.get_world_size()}: the first one, of rank 0, "
+        f"measures, and the probe of this one does nothing",
+        stacklevel=3,
+    )
+    return True
 
 
 def _listed(optimizer: Any) -> list[Optimizer]:

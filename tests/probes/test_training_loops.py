@@ -1,14 +1,19 @@
 """CircuitProbe in loops that are easily got wrong: figures are those of the step or missing, and training goes on."""
 
 import copy
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
+from qkov.analyses.trajectories import RunStore
 from qkov.circuits import CallError
 from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
 from qkov.probes import CircuitProbe, log_spaced
@@ -16,10 +21,15 @@ from qkov.probes import CircuitProbe, log_spaced
 from .circuit_models import Classifier, language_model, loss_of
 from .test_circuit_probe import dense_gradients, expected_figures
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def assert_figures(probe: CircuitProbe, expected: dict[int, tuple[Any, Any, Any]], tolerance: float = 1e-8) -> None:
-    """Compare the rows of a step with dense products: the factors before and after it, and autograd on the products."""
-    rows = probe.table()
+    """Compare the rows of steps with dense products: the factors before and after, and autograd on the products."""
+    assert_rows(probe.table(), expected, tolerance)
+
+
+def assert_rows(rows: pd.DataFrame, expected: dict[int, tuple[Any, Any, Any]], tolerance: float = 1e-8) -> None:
     assert sorted(rows["step"].unique()) == [0, *expected]
     for row in rows[rows["step"] > 0].to_dict("records"):
         before, after, gradients = expected[row["step"]]
@@ -396,3 +406,68 @@ def test_steps_with_evenly_spaced_logarithms():
     for wrong in (0, 1.5, True):
         with pytest.raises(CallError, match="last should be a whole number of at least 1"):
             log_spaced(wrong)
+
+
+PROCESSES = """
+import sys
+import warnings
+import torch
+import torch.distributed
+from qkov.circuits import CallError
+from qkov.probes import CircuitProbe
+from tests.probes.circuit_models import Classifier, loss_of
+
+rank, store, rendezvous = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(Classifier())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    probe = CircuitProbe(model.module, store, every=1, optimizer=optimizer)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = loss_of(model, 10 * step + rank)
+    loss.backward()
+    optimizer.step()
+    probe.step(loss + 100 * rank)
+probe.close()
+try:
+    print(rank, "rows", len(probe.table()), probe.steps)
+except CallError as error:
+    print(rank, "refused", error, "|", *(str(warning.message) for warning in caught))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_of_several_processes_the_first_alone_measures_and_the_others_say_so(tmp_path):
+    commands = [
+        [sys.executable, "-c", PROCESSES, str(rank), str(tmp_path / "run"), str(tmp_path / "at")] for rank in (0, 1)
+    ]
+    options: dict[str, Any] = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **options) for command in commands]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert outputs[0][0].split() == ["0", "rows", "16", "3"]
+    assert "1 refused this process measures nothing" in outputs[1][0]
+    assert "this is process 1 of 2: the first one, of rank 0, measures" in outputs[1][0]
+    # The gradients of both processes are the mean of theirs, and the loss is that of the first.
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, losses = {}, []
+    for step in range(3):
+        before = model.factors()
+        halves = [dense_gradients(model, 10 * step + rank) for rank in (0, 1)]
+        optimizer.zero_grad()
+        parts = [loss_of(model, 10 * step + rank) for rank in (0, 1)]
+        ((parts[0] + parts[1]) / 2).backward()
+        optimizer.step()
+        losses.append(float(parts[0].detach()))
+        mean = {
+            name: [(one + other) / 2 for one, other in zip(*(half[name] for half in halves), strict=True)]
+            for name in ("QK", "OV")
+        }
+        expected[step + 1] = before, model.factors(), mean
+    table = RunStore(tmp_path / "run").table()
+    assert_rows(table, expected)
+    assert table.groupby("step")["training_loss"].first().dropna().tolist() == pytest.approx(losses, rel=1e-12)
