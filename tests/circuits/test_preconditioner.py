@@ -210,3 +210,11 @@ def test_wrong_calls_are_refused_by_name() -> None:
             exact_step(circuit, gradient)
         with pytest.raises(CallError, match=r"shape \[4, 5\]"):
             Preconditioner(circuit).apply(gradient)
+
+
+def test_the_rates_of_a_batch_are_those_of_its_circuits() -> None:
+    left, right = random(3, 5, 2), random(3, 2, 4, seed=1)
+    batch = Preconditioner(Circuit(left, right))
+    alone = [omega(Circuit(left[number], right[number])) for number in range(3)]
+    np.testing.assert_allclose(batch.trace, [np.trace(operator) for operator in alone], rtol=1e-6)
+    np.testing.assert_allclose(batch.mean_rate, [np.trace(operator) / 20 for operator in alone], rtol=1e-6)

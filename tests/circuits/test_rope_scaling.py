@@ -172,3 +172,11 @@ def test_as_few_as_two_dimensions_rotate_and_not_fewer():
     assert scaled_rotary(16, 2, BASE, "halves", None).frequencies == (1.0,)
     with pytest.raises(QkovError, match="1 of 16 dimensions rotate"):
         scaled_rotary(16, 1, BASE, "halves", None)
+
+
+def test_longrope_without_a_longer_context_leaves_the_scores_as_they_are():
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "original_max_position_embeddings": 64}
+    assert scaled_rotary(4, 4, 100.0, "halves", scaling).amplitude == 1.0
+    longer = scaled_rotary(4, 4, 100.0, "halves", scaling, 256)
+    assert longer.amplitude == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)), rel=1e-15)
+    assert longer.frequencies == pytest.approx((1.0, 0.05), rel=1e-15)

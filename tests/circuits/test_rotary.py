@@ -68,6 +68,11 @@ def test_one_pair_in_closed_form():
     assert rotary.norms(W_K, W_Q, [0, 1, 2]).flatten().tolist() == pytest.approx([1.5, 0.0, 1.5], abs=1e-7)
 
 
+def test_frequencies_of_a_base_in_closed_form():
+    assert Rotary.of_base(6, 1000.0).frequencies == pytest.approx((1.0, 0.1, 0.01), rel=1e-15)
+    assert Rotary.of_base(4, 100.0, factor=2.0).frequencies == pytest.approx((0.5, 0.05), rel=1e-15)
+
+
 _PARTIAL = like_llama("partial", "StableLmForCausalLM", partial_rotary_factor=1 / 3, num_key_value_heads=2)
 
 
