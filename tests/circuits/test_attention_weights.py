@@ -304,3 +304,25 @@ def test_a_circuit_takes_both_of_its_factors(missing):
         with pytest.raises(CallError, match="layer 3 has no W_OV, which takes W_V and W_O"):
             weights.ov()
         assert weights.qk().shape == (2, 8, 8)
+
+
+def test_a_layer_is_made_of_named_tensors_alone():
+    tensors = {"W_Q": draw(2, D_MODEL, D_HEAD), "b_Q": draw(2, D_HEAD)}
+    weights = AttentionWeights.of(3, tensors)
+    assert weights.layer == 3
+    assert weights.W_Q is tensors["W_Q"]
+    assert weights.b_Q is tensors["b_Q"]
+    assert (weights.has_qk, weights.has_ov) == (False, False)
+    with pytest.raises(CallError, match="layer 3: W_R is not the name of attention weights; expected W_Q"):
+        AttentionWeights.of(3, tensors | {"W_R": draw(2, D_MODEL, D_HEAD)})
+
+
+def test_a_layer_of_whole_circuits_has_no_groups():
+    weights = AttentionWeights(0, W_QK=draw(3, D_MODEL, D_MODEL), W_OV=draw(3, D_MODEL, D_MODEL))
+    assert weights.group_size == 1
+
+
+def test_what_a_layer_adds_to_its_circuits_is_nothing_unless_it_is_stated():
+    facts = AttentionFacts()
+    assert not facts.sinks
+    assert (facts.rotary, facts.score_scale, facts.soft_cap, facts.clip_qkv, facts.window) == (None,) * 5

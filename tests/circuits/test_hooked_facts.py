@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from qkov.circuits.live.hooked_facts import facts_of, head_norms_of, norm_of
 
 D_HEAD, BASE = 8, 100.0
@@ -159,6 +160,16 @@ def test_norms_of_queries_and_keys_are_over_each_head_or_over_all(each, over):
     assert key is None
     assert query is not None
     assert (query.kind, query.over, query.eps) == ("rms_norm", over, 1e-6)
+
+
+def test_a_norm_over_all_heads_has_a_gain_for_each_of_them():
+    gain = torch.arange(2.0 * D_HEAD)
+    attention = SimpleNamespace(q_norm=SimpleNamespace(w=gain))
+    query, _ = head_norms_of(config(), attention, D_HEAD)
+    assert query is not None
+    assert query.over == "all"
+    assert query.gain is not None
+    assert query.gain.tolist() == [list(range(D_HEAD)), list(range(D_HEAD, 2 * D_HEAD))]
 
 
 def test_a_config_that_does_not_state_adjacent_pairs_has_halves():

@@ -51,6 +51,17 @@ def test_only_the_matrix_without_convergence_is_missing():
     assert sums.isfinite().sum() == 20
 
 
+def test_the_only_matrix_may_be_the_one_without_convergence():
+    def decompose(some):
+        if (some.abs().amax((-2, -1)) > 1e3).any():
+            raise LinAlgError
+        return (torch.linalg.svdvals(some),)
+
+    (values,) = matrix_by_matrix(decompose, 1e6 * drawn(1, 4, 5))
+    assert values.shape == (1, 4)
+    assert values.isnan().all()
+
+
 def test_singular_values_and_vectors_of_the_rest(refusing):
     matrices = drawn(3, 6, 4)
     matrices[1] *= 1e6
