@@ -146,6 +146,10 @@ class OptimizerSteps:
         if self._outer.get(id(optimizer)) is not caller:
             return
         del self._outer[id(optimizer)]
+        if bool(getattr(optimizer, "found_inf", False)):
+            # A fused optimizer under a GradScaler was called, and left everything as it was.
+            self._is_begun = bool(self._done)
+            return
         self.seen = self.stepped = True
         self._after_step = [(parameter, _state(parameter)) for parameter in self._parameters_of(optimizer).values()][:1]
         self._done.add(id(optimizer))

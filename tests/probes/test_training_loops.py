@@ -286,6 +286,22 @@ def test_the_scale_of_a_scaler_is_no_part_of_the_gradients(kind, unscales):
     assert_figures(probe, {1: (before, model.factors(), gradients)}, tolerance=1e-6)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_a_scaler_skips_is_none(fused):
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    probe = CircuitProbe(model, every=1, optimizer=optimizer)
+    before, gradients = model.factors(), dense_gradients(model, 1)
+    for factor in (torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(factor * loss_of(model, 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert probe.steps == 1
+    assert_figures(probe, {1: (before, model.factors(), gradients)}, tolerance=1e-6)
+
+
 def test_what_is_noted_after_a_step_is_stored_with_it_and_passed_on():
     model, records = Classifier(), {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
