@@ -205,17 +205,15 @@ def unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer inside wrappers such as that of accelerate.
 
     Args:
-        optimizer: An optimizer, or an object that keeps one as its attribute `optimizer`.
+        optimizer: An optimizer; a wrapper is one too, and keeps the other as its attribute `optimizer`.
 
     Raises:
-        CallError: It is neither.
+        CallError: It is no optimizer.
     """
-    inside = optimizer
-    while isinstance(getattr(inside, "optimizer", None), Optimizer):
-        inside = inside.optimizer
-    if not isinstance(inside, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise CallError(f"expected a torch.optim.Optimizer, or several in a list, got {type(optimizer).__name__}")
-    return inside
+    inside = getattr(optimizer, "optimizer", None)
+    return unwrapped(inside) if isinstance(inside, Optimizer) else optimizer
 
 
 def _call_of_step() -> FrameType:

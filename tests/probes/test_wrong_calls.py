@@ -27,7 +27,7 @@ EXPECTED = {
     "options": "options should be ReadingOptions or a Mapping, got dict",
     "loss": "loss should be a number to store with the step, got a tensor of shape [3]",
     "scalar": "rate should be a number to store with the step, got '0.1'",
-    "attach": "expected a torch.optim.Optimizer to attach the probe to, got StepLR",
+    "attach": "expected a torch.optim.Optimizer, or several in a list, got StepLR",
     "lr": "the base rate lr should be a finite number of at least 0, got '1e-3'",
     "qk": "the multiplier qk should be a finite number above 0, got '30'",
     "groups, parameters": PARAMS + "Parameter",

@@ -26,7 +26,7 @@ def main() -> None:
             fused(TOKENS)
 
     def probe(**options: Any) -> CircuitProbe:
-        return CircuitProbe(fused, **options)
+        return CircuitProbe(fused, on_error="raise", **options)
 
     def groups(*given: Any, **options: Any) -> None:
         circuit_parameter_groups(split, *given, **options)
