@@ -116,7 +116,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/rates/entries.py": _tests("probes", "circuit_rates", "circuit_parameter_groups"),
     "probes/rates/parameter_groups.py": _tests("probes", "circuit_parameter_groups"),
     "probes/rates/proportional_steps.py": _tests("probes", "circuit_rates_hooks"),
-    "probes/training/circuit_probe.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_models"),
+    "probes/training/circuit_probe.py": _tests(
+        "probes", "circuit_probe", "training_loops", "circuit_probe_models", "circuit_probe_store"
+    ),
     "probes/training/model.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_models"),
     "probes/training/optimizer_steps.py": _tests("probes", "training_loops", "circuit_probe"),
     "probes/training/run.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_store"),
