@@ -275,8 +275,8 @@ def _largest_logits(measured: QueryMeasures, sides: Sides) -> HeadMaxima:
     known = measured.largest_logits(sides.asked)
     if known is not None:
         return HeadMaxima(*known)
-    nothing = torch.full((measured.attends.shape[1],), -torch.inf, dtype=torch.float64)
-    return HeadMaxima(nothing, torch.zeros_like(nothing), (_NO_SCORES,))
+    nothing = torch.zeros(measured.attends.shape[1], dtype=torch.float64)
+    return HeadMaxima(nothing, nothing, (_NO_SCORES,))
 
 
 def _on_cpu(values: Tensor | None) -> Tensor | None:

@@ -45,19 +45,18 @@ class Sides:
     padded: bool
 
     def block(self, queries: slice, seen: Bool[Tensor, "#batch #query key"]) -> "Sides":
-        """Return the sides of some of the queries; where attention is read stays that of all of them.
+        """Return the sides of some of the queries; where attention is read, and the columns, stay those of all of them.
 
         Args:
             queries: The queries.
             seen: Which keys they see.
         """
-        columns, positions = self.columns, self.positions
+        positions = self.positions
         return replace(
             self,
             queries=self.queries[:, queries],
             asked=self.asked[:, queries],
             has_relevant=None if self.has_relevant is None else self.has_relevant[:, queries],
-            columns=replace(columns, query=columns.query + queries.start) if isinstance(columns, Columns) else columns,
             positions=positions.block(queries) if isinstance(positions, Positions) else positions,
             seen=seen,
         )

@@ -120,6 +120,7 @@ def test_examples_of_several_calls_are_numbered_through(model):
     read = torch.stack(maps_of(model, ids, None), dim=1)[[0, 1, 2, 1, 2], :, :, 8]
     by_head = probe.examples(by_head=True)
     places = np.array([(example, layer, head) for example in range(5) for layer in range(2) for head in range(4)])
+    assert list(by_head) == ["example", "layer", "head", "attention"]
     np.testing.assert_array_equal(by_head[["example", "layer", "head"]], places)
     np.testing.assert_allclose(by_head["attention"], read[..., relevant].sum(-1).flatten(), atol=1e-6)
     assert list(probe.examples()["example"]) == [0, 1, 2, 3, 4]

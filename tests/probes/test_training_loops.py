@@ -404,6 +404,9 @@ def test_every_takes_any_kind_of_numbers(every):
     with CircuitProbe(model, every=every, optimizer=optimizer) as probe:
         trained(model, probe, optimizer, 5, lambda _: None)
     assert sorted(probe.table()["step"].unique()) == [0, 2, 4]
+    assert not optimizer._optimizer_step_post_hooks
+    probe.close()
+    CircuitProbe(model).close()
     loss_of(model, 6).backward()
     optimizer.step()
     assert probe.steps == 5
