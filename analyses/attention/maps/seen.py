@@ -83,7 +83,9 @@ class LayerMasks:
         queries, keys = attention.shape[-2:]
         # Without a mask for each query, all of them see the same keys in a module that is not causal.
         by_query = isinstance(mask, Tensor) and mask.ndim > 2 and mask.shape[-2] == queries
-        if own is None and (mask is _ABSENT or not (by_query or queries == 1 or is_causal is False)):
+        stated = is_causal is None and _is_for_all_queries(mask) and not _keeps_a_mask(module)
+        alike = queries == 1 or is_causal is False or stated
+        if own is None and (mask is _ABSENT or not (by_query or alike)):
             return None
         mask = mask if isinstance(mask, Tensor) else None
         known = (id(mask), id(own), queries, keys)
@@ -100,6 +102,20 @@ def _agrees(visible: Tensor, attention: Tensor) -> bool:
     """Return whether no weight of a map's first head is where its mask hides the key; some masks have another sense."""
     hidden = ~visible[0] & visible[0].any(dim=-1, keepdim=True)
     return not bool((hidden & (attention[0, 0] > 0)).any())
+
+
+def _is_for_all_queries(mask: Any) -> bool:
+    """Return whether a mask is one that is added to the scores of all queries."""
+    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[-2] == 1
+
+
+def _keeps_a_mask(module: nn.Module) -> bool:
+    """Return whether a module has a buffer of truth values for pairs of positions."""
+    kinds = (torch.bool, torch.uint8)
+    return any(
+        buffer.dtype in kinds and buffer.ndim > 1 and buffer.shape[-1] == buffer.shape[-2] > 1
+        for buffer in module.buffers()
+    )
 
 
 def _seen(mask: Tensor | None, own: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
