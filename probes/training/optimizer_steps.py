@@ -50,7 +50,7 @@ class OptimizerSteps:
         self._given: list[Optimizer] = []
         self._expected: set[int] = set()
         self._done: set[int] = set()
-        self._outer: dict[int, FrameType] = {}
+        self._outer: dict[int, tuple[FrameType, dict[int, Tensor]]] = {}
         self._wants = self._is_begun = False
         self._after_step: list[tuple[Tensor, tuple[int, int] | None]] = []
         self._handles: list[Any] = []
@@ -116,12 +116,12 @@ class OptimizerSteps:
         )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, caller: FrameType) -> Any:
-        if id(optimizer) in self._outer and _is_running(self._outer[id(optimizer)], caller):
+        if id(optimizer) in self._outer and _is_running(self._outer[id(optimizer)][0], caller):
             return None
         own = self._parameters_of(optimizer)
         if not own:
             return None
-        self._outer[id(optimizer)] = caller
+        self._outer[id(optimizer)] = caller, own
         if id(optimizer) in self._done:
             self._complete()
         if self._given and id(optimizer) not in self._expected:
@@ -143,7 +143,8 @@ class OptimizerSteps:
         )
 
     def _after(self, optimizer: Optimizer, caller: FrameType) -> None:
-        if self._outer.get(id(optimizer)) is not caller:
+        outer, own = self._outer.get(id(optimizer), (None, {}))
+        if outer is not caller:
             return
         del self._outer[id(optimizer)]
         if bool(getattr(optimizer, "found_inf", False)):
@@ -151,16 +152,15 @@ class OptimizerSteps:
             self._is_begun = bool(self._done)
             return
         self.seen = self.stepped = True
-        self._after_step = [(parameter, _state(parameter)) for parameter in self._parameters_of(optimizer).values()][:1]
+        self._after_step = [(parameter, _state(parameter)) for parameter in own.values()][:1]
         self._done.add(id(optimizer))
         if self._given and self._expected <= self._done:
             self._complete()
 
     def _complete(self) -> None:
+        ended, self._done, self._is_begun = self._done, set(), False
         if self._given:
-            self._expected = self._done
-        self._done, self._is_begun = set(), False
-        if self._given:
+            self._expected = ended
             self._end()
 
     def _warn_of(self, optimizer: Optimizer, own: Dictionary[int, Tensor]) -> None:
