@@ -66,22 +66,19 @@ class OwnMasks:
         inside: Any = inside_bridge(module)
         queries, keys = attention.shape[-2:]
         padding, added = arguments.get("attention_mask"), arguments.get("additive_attention_mask")
-        if _is_native(inside):
-            kind = inside.causal
-        else:
-            kind = (getattr(inside, "_attention_dir_override", None) or inside.cfg.attention_dir, inside.attn_type)
+        native = _is_native(inside)
+        direction = None if native else getattr(inside, "_attention_dir_override", None) or inside.cfg.attention_dir
+        kind = inside.causal if native else (direction, inside.attn_type)
         known = (kind, id(padding), id(added), queries, keys)
         if known not in self._read:
             own = torch.ones(1, 1, keys, dtype=torch.bool, device=attention.device)
-            if _is_native(inside):
-                own = ~inside.causal_mask[None, :queries, :keys] if inside.causal else own
-                given = [padding]
-            else:
-                if kind[0] == "causal":
-                    scores = torch.zeros(1, 1, queries, keys, device=attention.device)
-                    own = inside.apply_causal_mask(scores, keys - queries, padding)[:, 0] == 0
-                given = [added]
-            self._read[known] = ((padding, added), _all_of(own, [seen_in(mask) for mask in given if mask is not None]))
+            if native and inside.causal:
+                own = ~inside.causal_mask[None, :queries, :keys]
+            elif direction == "causal":
+                scores = torch.zeros(1, 1, queries, keys, device=attention.device)
+                own = inside.apply_causal_mask(scores, keys - queries, padding)[:, 0] == 0
+            given = padding if native else added
+            self._read[known] = ((padding, added), own if given is None else _both(own, seen_in(given)))
         return self._read[known][1]
 
 
@@ -89,9 +86,5 @@ def _is_native(inside: nn.Module) -> bool:
     return isinstance(getattr(inside, "causal_mask", None), Tensor) and isinstance(vars(inside).get("causal"), bool)
 
 
-def _all_of(own: Tensor, given: list[Tensor | None]) -> Tensor | None:
-    for visible in given:
-        if visible is None:
-            return None
-        own = own & visible.to(own.device)
-    return own
+def _both(own: Tensor, given: Tensor | None) -> Tensor | None:
+    return None if given is None else own & given.to(own.device)

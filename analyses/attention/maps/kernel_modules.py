@@ -77,7 +77,7 @@ class KernelModules(MapSource):
             mode = mode_before_dropout(call.dropout, is_training=module.training)
             queries, keys = call.shape[-2:]
             if len(sequences) != 1:
-                columns = ONE_OR_TWO if queries == keys else NOT_SAID
+                columns = ONE_OR_TWO if sequences and queries == keys else NOT_SAID
                 receive(LayerScores(key, call, is_self=False, columns=columns, mode=mode))
                 return
             columns = WHOLE if queries == keys else _not_said(queries, keys)
