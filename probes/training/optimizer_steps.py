@@ -208,7 +208,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer: An optimizer; a wrapper is one too, and keeps the other as its attribute `optimizer`.
 
     Raises:
-        CallError: It is no optimizer.
+        CallError: It is not an optimizer.
     """
     if not isinstance(optimizer, Optimizer):
         raise CallError(f"expected a torch.optim.Optimizer, or several in a list, got {type(optimizer).__name__}")
