@@ -124,7 +124,7 @@ class CircuitProbe:
         self._failures = Failures(on_error)
         live = LiveModel(model, view, chosen)
         # Whatever is wrong with the call is found before anything is written.
-        self._optimizers = OptimizerSteps(live.parameter_names(), self._step_begins, self._step_ended)
+        self._optimizers = OptimizerSteps(live.named_parameters(), self._step_begins, self._step_ended)
         missing = [] if optimizers is None else self._optimizers.give(optimizers)
         self._run = LiveRun(live, chosen, view, directions, store, log, start, resume)
         self.steps = self._run.last_step

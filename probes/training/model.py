@@ -93,10 +93,10 @@ class LiveModel:
         """Return the factors that training moves, sharing the model's memory where possible."""
         return self._read(lambda parameter: parameter)
 
-    def parameter_names(self) -> dict[int, str]:
-        """Return the names of the parameters that hold the factors, by their id."""
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that hold the factors, with their names; each once."""
         if self._parameters is None:
-            return {}
+            return []
         named = {
             name: tensor for name, tensor in self._parameters.tensors().items() if isinstance(tensor, nn.Parameter)
         }
@@ -106,7 +106,8 @@ class LiveModel:
         found = {
             int(number) for circuit in factors.values() for factor in _factors_in(circuit) for number in factor.unique()
         }
-        return {id(tensor): name for name, tensor in named.items() if numbers[id(tensor)] in found}
+        by_id = {id(tensor): (name, tensor) for name, tensor in named.items() if numbers[id(tensor)] in found}
+        return list(by_id.values())
 
     def gradients(self, copies: Dictionary[int, Tensor] | None = None) -> Factors:
         """Return the gradients of the factors, G_A as left and G_B as right; NaN where a parameter has none.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...circuits.errors import CallError
 
@@ -35,22 +36,23 @@ class OptimizerSteps:
         stepped: Whether any optimizer has done so since `forget_step` was called last.
     """
 
-    def __init__(self, names: Dictionary[int, str], begin: Callable[[], bool], end: Callable[[], None]) -> None:
-        """Name the parameters; nothing is watched yet.
+    def __init__(self, named: Iterable[tuple[str, Tensor]], begin: Callable[[], bool], end: Callable[[], None]) -> None:
+        """Name the parameters, which are not kept alive; nothing is watched yet.
 
         Args:
-            names: The names of the parameters by their id.
+            named: The parameters with their names.
             begin: Called before a step; it returns whether the gradients are wanted.
             end: Called after a step.
         """
-        self.names = dict(names)
+        # Of a parameter that was deleted, the id may be that of another one later.
+        self._names = WeakIdKeyDictionary({parameter: name for name, parameter in named})
         self.gradients: dict[int, Tensor] = {}
         self.seen = self.stepped = False
         self._begin, self._end = begin, end
         self._given: list[Optimizer] = []
-        self._expected: set[int] = set()
-        self._done: set[int] = set()
-        self._outer: dict[int, tuple[FrameType, dict[int, Tensor]]] = {}
+        self._expected: set[Optimizer] = set()
+        self._done: set[Optimizer] = set()
+        self._outer: dict[Optimizer, tuple[FrameType, dict[int, Tensor]]] = {}
         self._wants = self._is_begun = False
         self._after_step: list[tuple[Tensor, tuple[int, int] | None]] = []
         self._handles: list[Any] = []
@@ -97,11 +99,13 @@ class OptimizerSteps:
             if not own:
                 raise CallError(
                     f"{type(optimizer).__name__} holds no attention parameter of the model: give the optimizer that "
-                    f"trains {next(iter(self.names.values()), 'them')}"
+                    f"trains {next(iter(self._names.values()), 'them')}"
                 )
             held |= own.keys()
-        self._given, self._expected = given, {id(optimizer) for optimizer in given}
-        return [name for key, name in self.names.items() if key not in held]
+        self._given, self._expected = given, set(given)
+        return [
+            name for parameter, name in self._names.items() if parameter.requires_grad and id(parameter) not in held
+        ]
 
     def forget_step(self) -> None:
         """Forget the step that was taken last, and its gradients; the next optimizer that steps begins a new one."""
@@ -116,15 +120,15 @@ class OptimizerSteps:
         )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, caller: FrameType) -> Any:
-        if id(optimizer) in self._outer and _is_running(self._outer[id(optimizer)][0], caller):
+        if optimizer in self._outer and _is_running(self._outer[optimizer][0], caller):
             return None
         own = self._parameters_of(optimizer)
         if not own:
             return None
-        self._outer[id(optimizer)] = caller, own
-        if id(optimizer) in self._done:
+        self._outer[optimizer] = caller, own
+        if optimizer in self._done:
             self._complete()
-        if self._given and id(optimizer) not in self._expected:
+        if self._given and optimizer not in self._expected:
             self._warn_of(optimizer, own)
         if not self._is_begun:
             # What the step before has left is used by then.
@@ -143,17 +147,17 @@ class OptimizerSteps:
         )
 
     def _after(self, optimizer: Optimizer, caller: FrameType) -> None:
-        outer, own = self._outer.get(id(optimizer), (None, {}))
+        outer, own = self._outer.get(optimizer, (None, {}))
         if outer is not caller:
             return
-        del self._outer[id(optimizer)]
+        del self._outer[optimizer]
         if bool(getattr(optimizer, "found_inf", False)):
             # A fused optimizer under a GradScaler was called, and left everything as it was.
             self._is_begun = bool(self._done)
             return
         self.seen = self.stepped = True
         self._after_step = [(parameter, _state(parameter)) for parameter in own.values()][:1]
-        self._done.add(id(optimizer))
+        self._done.add(optimizer)
         if self._given and self._expected <= self._done:
             self._complete()
 
@@ -166,10 +170,11 @@ class OptimizerSteps:
     def _warn_of(self, optimizer: Optimizer, own: Dictionary[int, Tensor]) -> None:
         """Warn once of an optimizer that moves the parameters and was not given; it is followed all the same."""
         self._given.append(optimizer)
-        self._expected.add(id(optimizer))
+        self._expected.add(optimizer)
+        moved = self._names[next(iter(own.values()))]
         warnings.warn(
-            f"{type(optimizer).__name__}, which was not given to the probe, moves {self.names[next(iter(own))]}; its "
-            f"steps are followed too: give the probe every optimizer, as optimizer=[...], or a new probe for a new one",
+            f"{type(optimizer).__name__}, which was not given to the probe, moves {moved}; its steps are followed too: "
+            f"give the probe every optimizer, as optimizer=[...], or a new probe for a new one",
             stacklevel=5,
         )
 
@@ -198,7 +203,7 @@ class OptimizerSteps:
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[int, Tensor]:
         every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return {id(parameter): parameter for parameter in every if id(parameter) in self.names}
+        return {id(parameter): parameter for parameter in every if parameter in self._names}
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

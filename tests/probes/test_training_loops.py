@@ -17,6 +17,8 @@ from qkov.analyses.trajectories import RunStore
 from qkov.circuits import CallError
 from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
 from qkov.probes import CircuitProbe, log_spaced
+from qkov.probes.training.optimizer_steps import OptimizerSteps
+from torch import nn
 
 from .circuit_models import Classifier, language_model, loss_of
 from .test_circuit_probe import dense_gradients, expected_figures
@@ -490,3 +492,27 @@ def test_of_several_processes_the_first_alone_measures_and_the_others_say_so(tmp
     table = RunStore(tmp_path / "run").table()
     assert_rows(table, expected)
     assert table.groupby("step")["training_loss"].first().dropna().tolist() == pytest.approx(losses, rel=1e-12)
+
+
+def test_a_parameter_that_was_deleted_is_not_taken_for_another_one_at_its_place_in_memory():
+    gone = nn.Parameter(torch.ones(3))
+    place, begun = id(gone), []
+    steps = OptimizerSteps([("gone", gone)], lambda: bool(begun.append(1)), lambda: None)
+    steps.watch()
+    del gone
+    others = []
+    while not others or id(others[-1]) != place:
+        assert len(others) < 10_000
+        others.append(nn.Parameter(torch.ones(3)))
+    others[-1].grad = torch.ones(3)
+    torch.optim.SGD(others, 0.1).step()
+    assert not begun
+    assert not steps.seen
+
+
+def test_attention_that_is_frozen_is_not_named_as_left_out():
+    model = language_model()
+    frozen = model.transformer.h[0].attn.c_attn.weight.requires_grad_(requires_grad=False)
+    trained = [parameter for parameter in model.parameters() if parameter is not frozen]
+    with CircuitProbe(model, optimizer=torch.optim.SGD(trained, 0.1)):
+        pass
