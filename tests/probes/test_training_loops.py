@@ -495,23 +495,24 @@ def test_of_several_processes_the_first_alone_measures_and_the_others_say_so(tmp
 
 
 def test_a_parameter_that_was_deleted_is_not_taken_for_another_one_at_its_place_in_memory():
-    gone = nn.Parameter(torch.ones(3))
-    place, begun = id(gone), []
-    steps = OptimizerSteps([("gone", gone)], lambda: bool(begun.append(1)), lambda: None)
+    gone = [nn.Parameter(torch.ones(3)) for _ in range(1000)]
+    places, begun = {id(parameter) for parameter in gone}, []
+    steps = OptimizerSteps(
+        [(str(number), parameter) for number, parameter in enumerate(gone)], lambda: bool(begun.append(1)), lambda: None
+    )
     steps.watch()
     del gone
-    others = []
-    while not others or id(others[-1]) != place:
-        assert len(others) < 10_000
-        others.append(nn.Parameter(torch.ones(3)))
-    others[-1].grad = torch.ones(3)
+    others = [nn.Parameter(torch.ones(3)) for _ in range(1000)]
+    assert places & {id(parameter) for parameter in others}
+    for parameter in others:
+        parameter.grad = torch.ones(3)
     torch.optim.SGD(others, 0.1).step()
     assert not begun
     assert not steps.seen
 
 
 def test_attention_that_is_frozen_is_not_named_as_left_out():
-    model = language_model()
+    model = language_model("gpt2")
     frozen = model.transformer.h[0].attn.c_attn.weight.requires_grad_(requires_grad=False)
     trained = [parameter for parameter in model.parameters() if parameter is not frozen]
     with CircuitProbe(model, optimizer=torch.optim.SGD(trained, 0.1)):
