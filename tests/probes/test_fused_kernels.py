@@ -87,22 +87,23 @@ def test_sdpa_has_the_figures_of_eager_attention_and_the_same_outputs(name, mask
         with AttentionProbe(model, relevant=RELEVANT, maps=[(1, 2)]) as probe:
             inside = model(**call).logits
     assert torch.equal(inside, outside)
+    # Rounding of scores of up to 10 in float32, in two orders, changes a weight by up to 1e-5 of itself.
     maps = list(eager_maps(model, **call).attentions)
     window = {0: None} if name.startswith("Gemma3") else {}
     wanted = plain_measures(maps, mask, RELEVANT.expand(3, 9))
     if "Mistral" in name or window:
         # The chance depends on the window, which the test of chances below has.
         wanted = {measure: values for measure, values in wanted.items() if not measure.startswith("chance")}
-    assert_table(probe.table(), wanted, tolerance=3e-6)
+    assert_table(probe.table(), wanted, tolerance=1e-5)
     kept = plain(probe.maps[1, 2][0])
-    np.testing.assert_allclose(kept[mask], plain(maps[1][:, 2])[mask], atol=1e-6)
+    np.testing.assert_allclose(kept[mask], plain(maps[1][:, 2])[mask], atol=1e-5)
     eager = using(copy.deepcopy(model), "eager")
     with torch.no_grad(), AttentionProbe(eager, relevant=RELEVANT) as other:
         eager(**call)
     for column in ("chance", "chance_at_readout"):
-        np.testing.assert_allclose(probe.table()[column], other.table()[column], atol=1e-6)
+        np.testing.assert_allclose(probe.table()[column], other.table()[column], atol=1e-5)
     for column in ("readout", "relevant", "chance", "rollout", "attention"):
-        np.testing.assert_allclose(probe.examples()[column], other.examples()[column], atol=2e-6)
+        np.testing.assert_allclose(probe.examples()[column], other.examples()[column], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
