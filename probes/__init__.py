@@ -19,6 +19,7 @@ The names in groups:
 
     Attention               AttentionProbe
     Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers), log_spaced
+    Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
 """
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .rates.circuit_rates import CircuitRates
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
     from .training.circuit_probe import CircuitProbe
+    from .training.log_filter import LogFilter
+    from .training.loggers import log_to, log_to_tensorboard, log_to_wandb
     from .training.schedule import log_spaced
     from .training.trainer_callback import CircuitProbeCallback
 
@@ -40,8 +43,12 @@ __all__ = [
     "CircuitProbe",
     "CircuitProbeCallback",
     "CircuitRates",
+    "LogFilter",
     "circuit_parameter_groups",
     "log_spaced",
+    "log_to",
+    "log_to_tensorboard",
+    "log_to_wandb",
 ]
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -15,9 +15,10 @@ from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
 from .failures import Failures
+from .log_filter import Log, LogFilter, RowLog
 from .model import Factors, LiveModel, copied, is_zero, same
 from .optimizer_steps import OptimizerSteps, unwrapped
-from .run import LiveRun, Log
+from .run import LiveRun
 from .schedule import schedule
 
 
@@ -74,6 +75,7 @@ class CircuitProbe:
         rotary_offset: int = 0,
         directions: TaskDirections | None = None,
         log: Log | None = None,
+        log_filter: LogFilter | Callable[[str], bool] | None = None,
         start: int | None = None,
         resume: bool = False,
         on_error: str = "warn",
@@ -91,7 +93,10 @@ class CircuitProbe:
             rotary_offset: Query position minus key position, for W_QK of layers with rotary positions.
             directions: What scale and cosine are measured along, in place of the weights at the start.
             log: Called after each logged step with the step and its values by names such as
-                QK.frobenius_norm/layer0.head1 and training/loss; missing values are left out.
+                QK.frobenius_norm/layer0.median and training/loss; see `log_to_tensorboard`, `log_to_wandb`, `log_to`.
+            log_filter: The values that `log` gets: a `LogFilter`, which names figures and heads, or a function that
+                returns for the name of each value, such as QK.frobenius_norm/layer0.head1, whether it is passed. By
+                default medians and largest values of each layer, 15 in all.
             start: The number of steps that the model has been trained already; 0 by default, and needed where a store
                 is resumed.
             resume: Whether to resume the store if it exists: steps up to `start` stay, and later ones are moved aside,
@@ -102,16 +107,15 @@ class CircuitProbe:
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
-            CallError: The model is not a model, the basis, offset, directions or steps are not possible, the store
-                holds a run that is not to be resumed or other weights at that step, or an optimizer trains no attention
-                parameter of the model.
+            CallError: The model is not a model, the basis, offset, directions, steps or logged heads are not possible,
+                the store holds a run that is not to be resumed or other weights at that step, or an optimizer trains no
+                attention parameter of the model.
             QkovError: The model's weights are not recognised, or cannot be read.
         """
         self._is_due = schedule(every)
         if start is not None and (not isinstance(start, Integral) or isinstance(start, bool) or start < 0):
             raise CallError(f"start should be a number of steps, got {start!r}")
-        if log is not None and not callable(log):
-            raise CallError(f"log should be a function of a step and its values, got {log!r}")
+        row_log = None if log is None else RowLog(log, log_filter)
         if directions is not None and not isinstance(directions, TaskDirections):
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
         self._is_idle = _is_beside_the_first()
@@ -126,7 +130,7 @@ class CircuitProbe:
         # Whatever is wrong with the call is found before anything is written.
         self._optimizers = OptimizerSteps(live.named_parameters(), self._step_begins, self._step_ended)
         missing = [] if optimizers is None else self._optimizers.give(optimizers)
-        self._run = LiveRun(live, chosen, view, directions, store, log, start, resume)
+        self._run = LiveRun(live, chosen, view, directions, store, row_log, start, resume)
         self.steps = self._run.last_step
         self._attached: Attached | None = None
         self._scalars: dict[str, float] = {}

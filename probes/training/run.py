@@ -1,15 +1,13 @@
 """The rows of a model in training, step by step: measured, stored and passed on."""
 
-import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from ...analyses.trajectories.measuring import checkpoint_rows
-from ...analyses.trajectories.store import IDENTITY, LISTS
 from ...analyses.trajectories.view import Opened, TaskDirections, View
 from ...analyses.versions import versions
 from ...circuits.algebra.factor_steps import STEP_QUANTITIES
@@ -17,10 +15,10 @@ from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.layer_keys import LayerKey
 from ...circuits.weights.source import LayersInMemory
+from .log_filter import RowLog
 from .model import CircuitKey, LiveModel
 from .store import LiveStore, MemoryStore
 
-Log = Callable[[int, dict[str, float]], object]
 #: The quantities of a step by circuit and name, one value for each head.
 StepQuantities = dict[CircuitKey, dict[str, list[float]]]
 
@@ -40,7 +38,7 @@ class LiveRun:
         view: View,
         directions: TaskDirections | None,
         folder: Path | str | None,
-        log: Log | None,
+        log: RowLog | None,
         start: int | None,
         resume: bool,
     ) -> None:
@@ -52,12 +50,12 @@ class LiveRun:
             view: The basis and the rotary offset.
             directions: What the circuits are compared with; by default the weights at the start.
             folder: The folder of the run store; by default the rows are held in memory.
-            log: Called after each logged step with the step and its values by name.
+            log: What the rows of each logged step are passed on to.
             start: The number of steps that the model has been trained already; 0 for a new store if None.
             resume: Whether to resume a store that is in the folder.
 
         Raises:
-            CallError: The directions do not fit the model, or the folder holds another run.
+            CallError: The directions or the heads to log do not fit the model, or the folder holds another run.
             QkovError: The model's weights cannot be read.
         """
         self.model = model
@@ -97,6 +95,8 @@ class LiveRun:
             self._reference = self._at(step, reference)
         # Measured before anything is written, so that a wrong call leaves no store behind.
         self._rows = self._measured(current, {})
+        if log is not None:
+            log.demand_heads(self._rows)
         is_new = self._store.begin(start, reference, self._rows)
         for warning in self._store.warnings:
             warnings.warn(warning, stacklevel=3)
@@ -169,25 +169,10 @@ class LiveRun:
 
     def _pass_on(self) -> None:
         if self._log is not None:
-            self._log(self.last_step, _record(self._rows))
+            self._log(self.last_step, self._rows)
 
 
 def _only(opened: Opened, keys: list[LayerKey]) -> Opened:
     """Return some of the layers of a step."""
     held = [weights for weights in opened.weights.layers() if (weights.stack, weights.layer) in keys]
     return Opened(opened.checkpoint, LayersInMemory(held, opened.weights.scalars))
-
-
-def _record(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The values of a step under one name each, without those that are missing."""
-    record: dict[str, float] = {}
-    for row in rows:
-        stack = f"{row['stack'].replace(' ', '_')}." if row["stack"] else ""
-        head = f"{stack}layer{row['layer']}.head{row['head']}"
-        for name, value in row.items():
-            if name in IDENTITY.names or name in LISTS or value is None or not math.isfinite(value):
-                continue
-            is_scalar = name.startswith("training_")
-            key = name.replace("training_", "training/", 1) if is_scalar else f"{row['circuit']}.{name}/{head}"
-            record[key] = float(value)
-    return record

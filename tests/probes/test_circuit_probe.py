@@ -288,7 +288,7 @@ def test_steps_that_are_not_logged_cost_nothing_that_is_read(monkeypatch):
 def test_a_callable_gets_every_figure_by_name():
     records = {}
     model = Classifier()
-    probe = CircuitProbe(model, every=1, log=records.__setitem__)
+    probe = CircuitProbe(model, every=1, log=records.__setitem__, log_filter=lambda _: True)
     loss_of(model, 0).backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     probe.step(loss=0.5, rate=0.1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 from qkov.circuits import CallError
-from qkov.probes import AttentionProbe, CircuitProbe, CircuitRates, circuit_parameter_groups
+from qkov.probes import AttentionProbe, CircuitProbe, CircuitRates, LogFilter, circuit_parameter_groups
 
 TOKENS = torch.arange(8).reshape(2, 4)
 
@@ -44,6 +44,11 @@ def main() -> None:
         "rotary_offset": lambda: probe(rotary_offset=0.5),
         "directions": lambda: probe(directions="task"),
         "log": lambda: probe(log="wandb"),
+        "log_filter": lambda: probe(log=print, log_filter="all"),
+        "log_filter, heads": lambda: LogFilter(heads=[5]),  # pyright: ignore[reportArgumentType]
+        "log_filter, a number": lambda: LogFilter(heads=[(5, 1.5)]),  # pyright: ignore[reportArgumentType]
+        "log_filter, one name": lambda: LogFilter(medians="frobenius_norm"),
+        "log_filter, names": lambda: LogFilter(largest=[3]),  # pyright: ignore[reportArgumentType]
         "mapping": lambda: probe(mapping="map.toml"),
         "options": lambda: probe(options={"heads": 2}),
         "loss": lambda: probe().step(torch.ones(3)),
