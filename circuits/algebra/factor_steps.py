@@ -20,7 +20,10 @@ from torch import Tensor
 
 from ..errors import CallError
 from .circuit import Circuit
-from .products import matrix_norm, upcast
+from .products import at_home, matrix_norm, upcast
+from .spectrum import chosen
+from .step_grams import Side, figures_by_grams
+from .threads import in_threads
 
 #: The names of what `measure_step` returns, in order.
 STEP_QUANTITIES = (
@@ -84,6 +87,34 @@ def measure_step(
     """
     _demand_alike(factors, gradients, "the gradients")
     _demand_alike(factors, after, "the factors after the step")
+    batch = factors.batch_shape
+    flat = [
+        [part.expand(*batch, *part.shape[-2:]).flatten(0, -3) if batch else part[None] for part in _sides(circuit)]
+        for circuit in (factors, gradients, after)
+    ]
+    parts = in_threads(
+        lambda start, stop: _measured([[part[start:stop] for part in pair] for pair in flat]), batch.numel()
+    )
+    values = {name: torch.cat([part[name] for part in parts]).reshape(batch) for name in STEP_QUANTITIES}
+    has_gradient = (values["gradient_disagreement"] <= LARGEST_DISAGREEMENT) & of_product
+    return values | {name: torch.where(has_gradient, values[name], torch.nan) for name in OMEGA_QUANTITIES}
+
+
+def _measured(pairs: list[list[Tensor]]) -> dict[str, Tensor]:
+    """Measure the steps of some matrices, those for which Gram matrices are not accurate enough by their factors."""
+    (A, B), (G_A, G_B), (A_after, B_after) = pairs
+    if A.shape[-1] > min(A.shape[-2], B.shape[-1]):
+        return _measured_by_factors(pairs)
+    values, accurate = figures_by_grams(Side(A, G_A, A_after), Side(B.mT, G_B.mT, B_after.mT))
+    rest = ~accurate
+    if rest.any():
+        for name, value in _measured_by_factors([[chosen(part, rest) for part in pair] for pair in pairs]).items():
+            values[name][rest] = value
+    return values
+
+
+def _measured_by_factors(pairs: list[list[Tensor]]) -> dict[str, Tensor]:
+    factors, gradients, after = (Circuit(*pair) for pair in pairs)
     of_omega = omega_factors(factors)
     exact, omega, taken = exact_step_of(factors, gradients), exact_step_of(of_omega, gradients), after - factors
     # E is linear in A and B, so this is Omega(C) G - E, without cancellation when the factors are nearly balanced.
@@ -92,7 +123,7 @@ def measure_step(
     # Squares of norms may leave the range of float64 even if the norms do not.
     along_exact, along_omega = _of_norm_one(exact, exact_norm), _of_norm_one(omega, omega_norm)
     taken_along_exact = -taken.inner(along_exact)
-    values = {
+    return {
         "gradient_disagreement": gradient_disagreement(factors, gradients),
         "exact_step_norm": exact_norm,
         "omega_step_norm": omega_norm,
@@ -103,8 +134,6 @@ def measure_step(
         "taken_omega_cosine": -taken.inner(along_omega) / taken_norm,
         "taken_rate": taken_along_exact / exact_norm,
     }
-    has_gradient = (values["gradient_disagreement"] <= LARGEST_DISAGREEMENT) & of_product
-    return values | {name: torch.where(has_gradient, values[name], torch.nan) for name in OMEGA_QUANTITIES}
 
 
 def exact_step_of(factors: Circuit, gradients: Circuit) -> Circuit:
@@ -185,14 +214,19 @@ def _of_one_size(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left * ratio, right / ratio
 
 
-def _factors(circuit: Circuit) -> tuple[Tensor, Tensor]:
+def _sides(circuit: Circuit) -> tuple[Tensor, Tensor]:
     if circuit.right is None:
         raise CallError("measuring a step needs a circuit with factors, got a collapsed one")
-    return upcast(circuit.left), upcast(circuit.right)
+    return at_home(circuit.left), at_home(circuit.right)
+
+
+def _factors(circuit: Circuit) -> tuple[Tensor, Tensor]:
+    left, right = _sides(circuit)
+    return upcast(left), upcast(right)
 
 
 def _demand_alike(factors: Circuit, other: Circuit, what: str) -> None:
-    for side, ours, theirs in zip(("left", "right"), _factors(factors), _factors(other), strict=True):
+    for side, ours, theirs in zip(("left", "right"), _sides(factors), _sides(other), strict=True):
         if ours.shape != theirs.shape:
             raise CallError(
                 f"{what} must have the factors' shapes: {side} is {list(ours.shape)}, got {list(theirs.shape)}"

@@ -220,7 +220,7 @@ def frobenius_norm(
     norm = square.clamp_min(0).sqrt() * left_size * right_size
     rest = ~((square > SMALLEST_TRACE) & norm.isfinite())
     if rest.any():
-        factors = (_chosen(factor.expand(*rest.shape, *factor.shape[-2:]), rest) for factor in (left, right))
+        factors = (chosen(factor.expand(*rest.shape, *factor.shape[-2:]), rest) for factor in (left, right))
         norm[rest] = _norm_by_reduction(*factors)
     return norm
 
@@ -235,9 +235,7 @@ def _norm_by_reduction(
     return norm
 
 
-def _chosen(
-    matrices: Float[Tensor, "*batch rows columns"], mask: Bool[Tensor, "*batch"]
-) -> Float64[Tensor, "some _ _"]:
+def chosen(matrices: Float[Tensor, "*batch rows columns"], mask: Bool[Tensor, "*batch"]) -> Float64[Tensor, "some _ _"]:
     """Return the chosen matrices in float64; torch 2.6 cannot index float8 itself, so its bytes are indexed."""
     if matrices.element_size() == 1:
         return matrices.view(torch.uint8)[mask].view(matrices.dtype).to(torch.float64)
@@ -305,7 +303,7 @@ def _orthogonalize(
     basis = None
     if rest.any():
         mode = "reduced" if vectors else "r"
-        basis, triangle[rest] = torch.linalg.qr(_chosen(tall, rest), mode=mode)
+        basis, triangle[rest] = torch.linalg.qr(chosen(tall, rest), mode=mode)
     return _Orthogonalized(tall, triangle, inverse, rest, basis)
 
 
