@@ -19,7 +19,7 @@ from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.composition import composition_scores
 from ...circuits.weights.layer_keys import layer_label
 from .left_out import blamed, blaming
-from .motion import MOTION, effective_ratio, motion
+from .motion import MOTION, effective_ratio, motion, motion_and_direction
 from .view import Opened, TaskDirections, View
 
 #: The offsets at which ||W_QK(offset)|| of a rotary model is measured.
@@ -78,12 +78,13 @@ def checkpoint_rows(
                 direction = directions.circuits[name]
             elif referred is not None and reference is not None:
                 direction = _counterpart(circuit, current, _circuits(view, referred, reference), reference, name)
-            quantities[name] = measure(circuit, reference=direction, eigenvalues=name == "OV")
-            quantities[name] |= _group_quantities(weights, name, view)
+            old = None
             if earlier is not None and before is not None:
                 with blaming(before.checkpoint):
                     old = _counterpart(circuit, current, _circuits(view, earlier, before), before, name)
-                quantities[name] |= motion(circuit, old, _steps_between(before.checkpoint, current.checkpoint))
+            steps = 0 if before is None else _steps_between(before.checkpoint, current.checkpoint)
+            quantities[name] = _quantities(circuit, old, steps, direction, eigenvalues=name == "OV")
+            quantities[name] |= _group_quantities(weights, name, view)
         return [identity | row for row in _layer_rows(weights, circuits, quantities, view)]
 
     referred_layers = _layers(reference, current, view, at_fault=current)
@@ -161,6 +162,16 @@ def _layer_rows(
                 "rotary_offsets": ROTARY_OFFSETS if name == "QK" and at_offsets is not None else None,
                 "frobenius_norm_at_offsets": at_offsets[head] if name == "QK" and at_offsets is not None else None,
             }
+
+
+def _quantities(
+    circuit: Circuit, old: Circuit | None, steps: int, direction: Circuit | None, *, eigenvalues: bool
+) -> dict[str, Tensor]:
+    """Return what a circuit is, how far it has moved, and how it lies along a direction, as far as there are these."""
+    if old is not None and direction is not None:
+        return measure(circuit, eigenvalues=eigenvalues) | motion_and_direction(circuit, old, steps, direction)
+    quantities = measure(circuit, reference=direction, eigenvalues=eigenvalues)
+    return quantities if old is None else quantities | motion(circuit, old, steps)
 
 
 def _norms_at_offsets(weights: AttentionWeights, view: View) -> list[list[float]] | None:

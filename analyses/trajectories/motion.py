@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...circuits.algebra.circuit import Circuit
+from ...circuits.algebra.comparison import compare
 
 #: The quantities of `motion`, which are all missing at a run's first checkpoint.
 MOTION = ("change_norm", "relative_speed", "previous_scale", "previous_cosine")
@@ -33,8 +34,29 @@ def motion(circuit: Circuit, previous: Circuit, steps: int) -> dict[str, Float[T
         The quantities by name, one value for each head.
     """
     change = (circuit - previous).frobenius_norm()
-    norm, before = circuit.frobenius_norm(), previous.frobenius_norm()
-    inner = circuit.inner(previous)
+    return _quantities(circuit.frobenius_norm(), previous.frobenius_norm(), change, circuit.inner(previous), steps)
+
+
+def motion_and_direction(
+    circuit: Circuit, previous: Circuit, steps: int, direction: Circuit
+) -> dict[str, Float[Tensor, "*batch"]]:
+    """Return what `motion` returns, with scale and cosine along a direction, as `measure` returns them, at once.
+
+    Args:
+        circuit: The circuit at this checkpoint.
+        previous: The circuit at the previous checkpoint, of the same shape.
+        steps: The number of training steps between the two.
+        direction: The direction.
+
+    Returns:
+        The quantities of `motion`, `reference_scale` and `reference_cosine`, one value for each head.
+    """
+    found = compare(circuit, previous, direction)
+    moved = _quantities(found.norm, found.norm_before, found.change_norm, found.inner, steps)
+    return {"reference_scale": found.scale, "reference_cosine": found.cosine} | moved
+
+
+def _quantities(norm: Tensor, before: Tensor, change: Tensor, inner: Tensor, steps: int) -> dict[str, Tensor]:
     undefined = torch.full_like(before, torch.nan)
     return {
         "change_norm": change,

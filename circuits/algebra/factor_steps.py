@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..errors import CallError
 from .circuit import Circuit
+from .joint_grams import Side
 from .products import at_home, matrix_norm, upcast
 from .spectrum import chosen
-from .step_grams import Side, figures_by_grams
+from .step_grams import figures_by_grams
 from .threads import in_threads
 
 #: The names of what `measure_step` returns, in order.

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from qkov.circuits import CallError, Circuit
+from qkov.circuits.algebra import factor_steps
 from qkov.circuits.algebra.factor_steps import (
     LARGEST_DISAGREEMENT,
     OMEGA_QUANTITIES,
@@ -262,3 +263,61 @@ def test_both_products_of_the_exact_step_have_factors_of_equal_norm(size):
         torch.testing.assert_close(torch.linalg.matrix_norm(left), torch.linalg.matrix_norm(right), rtol=1e-13, atol=0)
     for left, right, wanted in zip(lefts, rights, (1e-4 * size * A @ G_B, G_A @ B), strict=True):
         torch.testing.assert_close(left @ right, wanted, rtol=1e-12, atol=1e-13 * float(wanted.norm()))
+
+
+def test_factors_are_used_only_where_gram_matrices_are_not_accurate(monkeypatch: pytest.MonkeyPatch):
+    heads = []
+
+    def counted(pairs):
+        heads.append(len(pairs[0][0]))
+        return by_factors(pairs)
+
+    by_factors = factor_steps._measured_by_factors
+    monkeypatch.setattr(factor_steps, "_measured_by_factors", counted)
+    A, B = factors("ordinary")
+    G_A, G_B, _ = gradients_of(A, B)
+    after = Circuit(A - RATE * G_A, B - RATE * G_B)
+    measure_step(Circuit(A, B), Circuit(G_A, G_B), after)
+    measure_step(Circuit(A, B), Circuit(torch.nan * G_A, torch.nan * G_B), Circuit(A, B))
+    assert heads == []
+    # Heads whose factor lacks a rank, or whose gradient is aligned with next to nothing of the other factor.
+    A[0, :, 1:] = 0
+    measure_step(Circuit(A, B), Circuit(G_A, G_B), after)
+    assert heads == [1]
+    A, B = factors("ordinary")
+    turned = torch.linalg.svd(B[1])
+    A[1] = A[1] @ (turned.U * torch.tensor([1, 1, 1, 0.01])) @ turned.U.mT
+    weak = turned.U[:, 3:] @ drawn(1, 9)
+    G_B = torch.stack([G_B[0], weak])
+    G_A = torch.stack([G_A[0], 1e-6 * G_A[1]])
+    figures = measure_step(Circuit(A, B), Circuit(G_A, G_B), after)
+    assert heads == [1, 1]
+    exact = (A @ G_B + G_A @ B).flatten(1).norm(dim=1)
+    torch.testing.assert_close(figures["exact_step_norm"], exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_factors_of_any_type_and_layout_have_the_figures_of_float64(dtype, is_transposed):
+    torch.manual_seed(0)
+    pairs = [(drawn(5, 40, 6), drawn(5, 6, 30)) for _ in range(3)]
+    pairs[2] = tuple(start + 1e-2 * change for start, change in zip(pairs[0], pairs[2], strict=True))
+    stored = [tuple(each.to(dtype) for each in pair) for pair in pairs]
+    if is_transposed:
+        stored = [tuple(each.mT.contiguous().mT for each in pair) for pair in stored]
+    found = measure_step(*(Circuit(*pair) for pair in stored))
+    (A, B), (G_A, G_B), (A_after, B_after) = ([each.double() for each in pair] for pair in stored)
+    exact, taken = (A @ G_B + G_A @ B).flatten(1), (A_after @ B_after - A @ B).flatten(1)
+    first, second = A.mT @ G_A, G_B @ B.mT
+    along = -(exact * taken).sum(dim=1) / exact.norm(dim=1)
+    wanted = {
+        "gradient_disagreement": torch.linalg.matrix_norm(first - second)
+        / (torch.linalg.matrix_norm(first) + torch.linalg.matrix_norm(second)),
+        "exact_step_norm": exact.norm(dim=1),
+        "taken_step_norm": taken.norm(dim=1),
+        "taken_exact_cosine": along / taken.norm(dim=1),
+        "taken_rate": along / exact.norm(dim=1),
+    }
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13, msg=name)
+    assert found["omega_step_norm"].isnan().all()
