@@ -21,6 +21,8 @@ from ...circuits.weights.trained_factors import trained_circuits, without_produc
 
 #: The stack and the number of a layer, and the name of a circuit.
 CircuitKey = tuple[str, int, str]
+#: Circuits of up to this many entries are measured together, since there a call costs more than what it computes.
+_TOGETHER = 2**18
 Factors = dict[CircuitKey, Circuit]
 
 
@@ -135,15 +137,17 @@ class LiveModel:
             The quantities by circuit and name, one value for each head.
         """
         after, measured = self.factors(), {}
-        for key, factors in before.items():
-            # A layer may have been removed meanwhile.
-            if key not in after or key not in gradients:
-                continue
-            of_product = self._is_of_product[key]
-            quantities = measure_step(factors, gradients[key], after[key], of_product=of_product)
-            # The values of a group stand in the rows of all its heads.
-            times = self._heads[key[:2]] // factors.shape[0]
-            measured[key] = {name: value.repeat_interleave(times).tolist() for name, value in quantities.items()}
+        # A layer may have been removed meanwhile.
+        there = {key: factors for key, factors in before.items() if key in after and key in gradients}
+        for keys in _measured_together(there, self._is_of_product):
+            circuits = (_joined([of_time[key] for key in keys]) for of_time in (before, gradients, after))
+            quantities = measure_step(*circuits, of_product=self._is_of_product[keys[0]])
+            counts = [before[key].shape[0] for key in keys]
+            values = {name: value.split(counts) for name, value in quantities.items()}
+            for place, (key, count) in enumerate(zip(keys, counts, strict=True)):
+                # The values of a group stand in the rows of all its heads.
+                times = self._heads[key[:2]] // count
+                measured[key] = {name: of[place].repeat_interleave(times).tolist() for name, of in values.items()}
         return measured
 
     def _read(self, value: Callable[[nn.Parameter], Tensor]) -> Factors:
@@ -178,6 +182,26 @@ def is_zero(gradients: Factors) -> bool:
     """Return whether no gradient of any factor differs from 0; NaN stands for one that is missing."""
     factors = [factor for circuit in gradients.values() for factor in _factors_in(circuit)]
     return bool(factors) and not any(bool((factor.nan_to_num(0.0) != 0).any()) for factor in factors)
+
+
+def _joined(circuits: list[Circuit]) -> Circuit:
+    """Return circuits of one shape as one batch."""
+    if len(circuits) == 1:
+        return circuits[0]
+    return Circuit(*(torch.cat(factors) for factors in zip(*map(_factors_in, circuits), strict=True)))
+
+
+def _measured_together(factors: Factors, is_of_product: Dictionary[CircuitKey, bool]) -> list[list[CircuitKey]]:
+    """Return the circuits in parts that are measured at once: those of one shape, as far as they are small."""
+    parts: dict[Any, list[list[CircuitKey]]] = {}
+    for key, circuit in factors.items():
+        alike = [(factor.shape[-2:], factor.dtype, factor.device) for factor in _factors_in(circuit)]
+        of_kind = parts.setdefault((is_of_product[key], *alike), [[]])
+        size = sum(factor.numel() for factor in _factors_in(circuit))
+        if of_kind[-1] and (len(of_kind[-1]) + 1) * size > _TOGETHER:
+            of_kind.append([])
+        of_kind[-1].append(key)
+    return [part for of_kind in parts.values() for part in of_kind]
 
 
 def _circuits_in(weights: AttentionWeights) -> list[str]:
