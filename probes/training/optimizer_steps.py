@@ -1,8 +1,6 @@
 """Watches the optimizers that move some parameters: their gradients before a step, and when a step is complete."""
 
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as Dictionary
 from types import FrameType
@@ -10,13 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...circuits.errors import CallError
-
-#: The file whose wrapper around `step` calls the hooks.
-_TORCH = register_optimizer_step_pre_hook.__code__.co_filename
+from .step_hooks import unwatch_steps, watch_steps
 
 
 class OptimizerSteps:
@@ -55,29 +50,14 @@ class OptimizerSteps:
         self._outer: dict[Optimizer, tuple[FrameType, dict[int, Tensor]]] = {}
         self._wants = self._is_begun = False
         self._after_step: list[tuple[Tensor, tuple[int, int] | None]] = []
-        self._handles: list[Any] = []
 
     def watch(self) -> None:
         """Watch from now on, until it is closed or for as long as this object exists."""
-        me = weakref.ref(self)
-
-        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-            steps = me()
-            return None if steps is None else steps._before(optimizer, args, kwargs, _call_of_step())
-
-        def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            steps = me()
-            if steps is not None:
-                steps._after(optimizer, _call_of_step())
-
-        self._handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+        watch_steps(self)
 
     def close(self) -> None:
         """Stop watching. Calling it again is harmless."""
-        for handle in self._handles:
-            handle.remove()
+        unwatch_steps(self)
         self._outer = {}
 
     def give(self, optimizers: Iterable[Optimizer]) -> list[str]:
@@ -119,7 +99,18 @@ class OptimizerSteps:
             for parameter, state in self._after_step
         )
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, caller: FrameType) -> Any:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any, caller: FrameType) -> Any:
+        """Begin a step, if the optimizer moves any of the parameters.
+
+        Args:
+            optimizer: The optimizer whose `step` is called.
+            args: The positional arguments of the call.
+            kwargs: Its keyword arguments.
+            caller: The frame that calls the hooks.
+
+        Returns:
+            The arguments with which the call goes on, if they are changed.
+        """
         if optimizer in self._outer and _is_running(self._outer[optimizer][0], caller):
             return None
         own = self._parameters_of(optimizer)
@@ -146,7 +137,13 @@ class OptimizerSteps:
             else ((*args[:1], followed, *args[2:]), kwargs)
         )
 
-    def _after(self, optimizer: Optimizer, caller: FrameType) -> None:
+    def after_step(self, optimizer: Optimizer, caller: FrameType) -> None:
+        """End a step, if this optimizer was the last that it needs.
+
+        Args:
+            optimizer: The optimizer whose `step` was called.
+            caller: The frame that calls the hooks.
+        """
         outer, own = self._outer.get(optimizer, (None, {}))
         if outer is not caller:
             return
@@ -219,15 +216,6 @@ def unwrapped(optimizer: Any) -> Optimizer:
         raise CallError(f"expected a torch.optim.Optimizer, or several in a list, got {type(optimizer).__name__}")
     inside = getattr(optimizer, "optimizer", None)
     return unwrapped(inside) if isinstance(inside, Optimizer) else optimizer
-
-
-def _call_of_step() -> FrameType:
-    """Return the frame of torch's wrapper around `step`, from which a hook is called; both hooks of a call share it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _TORCH:
-        frame = frame.f_back
-    assert frame is not None, "hooks of optimizers are called by torch"
-    return frame
 
 
 def _is_running(frame: FrameType, caller: FrameType) -> bool:

@@ -145,7 +145,7 @@ def test_bert_with_padding(mask):
         with AttentionProbe(model, relevant=RELEVANT) as probe:
             assert torch.equal(model(**call).logits, outside)
     maps = list(eager_maps(model, **call).attentions)
-    assert_table(probe.table(), plain_measures(maps, mask, RELEVANT.expand(3, 9), causal=False), tolerance=3e-6)
+    assert_table(probe.table(), plain_measures(maps, mask, RELEVANT.expand(3, 9), causal=False), tolerance=1e-5)
 
 
 def test_eager_attention_in_half_precision_agrees_within_its_rounding():
@@ -176,7 +176,7 @@ def test_encoders_decoders_and_the_attention_between_them(name):
     table, wanted = probe.table(), other.table()
     assert list(table["stack"].unique()) == ["encoder", "decoder", "decoder cross"]
     for column in wanted.columns.drop("stack"):
-        np.testing.assert_allclose(table[column].astype(float), wanted[column].astype(float), atol=3e-6, err_msg=column)
+        np.testing.assert_allclose(table[column].astype(float), wanted[column].astype(float), atol=1e-5, err_msg=column)
 
 
 def test_a_vision_model():

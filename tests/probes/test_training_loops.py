@@ -1,6 +1,7 @@
 """CircuitProbe in loops that are easily got wrong: figures are those of the step or missing, and training goes on."""
 
 import copy
+import gc
 import subprocess
 import sys
 import warnings
@@ -19,6 +20,7 @@ from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
 from qkov.probes import CircuitProbe, log_spaced
 from qkov.probes.training.optimizer_steps import OptimizerSteps
 from torch import nn
+from torch.optim import optimizer as optimizer_module
 
 from .circuit_models import Classifier, language_model, loss_of
 from .test_circuit_probe import dense_gradients, expected_figures
@@ -517,3 +519,31 @@ def test_attention_that_is_frozen_is_not_named_as_left_out():
     trained = [parameter for parameter in model.parameters() if parameter is not frozen]
     with CircuitProbe(model, optimizer=torch.optim.SGD(trained, 0.1)):
         pass
+
+
+def test_a_probe_that_is_collected_during_a_step_does_not_stop_training():
+    """torch iterates over its hooks as it calls them, so nothing may remove one then."""
+    model = Classifier()
+    stepping = torch.optim.SGD(model.parameters(), 0.1)
+    with CircuitProbe(model, every=1, optimizer=stepping, log=lambda *_: gc.collect()) as probe:
+        for seed in range(3):
+            other = CircuitProbe(model, every=1)
+            cycle = [other]
+            cycle.append(cycle)
+            loss_of(model, seed).backward()
+            del other, cycle
+            stepping.step()
+        assert probe.steps == 3
+        assert probe.failures == 0
+
+
+def test_the_last_probe_that_is_closed_leaves_no_hook():
+    model = Classifier()
+    one, two = CircuitProbe(model), CircuitProbe(model)
+    gc.collect()
+    for probe in (one, two):
+        assert len(optimizer_module._global_optimizer_pre_hooks) > 0
+        probe.close()
+    two.close()
+    assert len(optimizer_module._global_optimizer_pre_hooks) == 0
+    assert len(optimizer_module._global_optimizer_post_hooks) == 0
