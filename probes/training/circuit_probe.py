@@ -131,6 +131,7 @@ class CircuitProbe:
         self._optimizers = OptimizerSteps(live.named_parameters(), self._step_begins, self._step_ended)
         missing = [] if optimizers is None else self._optimizers.give(optimizers)
         self._run = LiveRun(live, chosen, view, directions, store, row_log, start, resume)
+        self._failures.noted = self._run.note_failures
         self.steps = self._run.last_step
         self._attached: Attached | None = None
         self._scalars: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """What became of failures of a measurement: they are counted and told once, or raised."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...circuits.errors import CallError
@@ -12,6 +12,8 @@ class Failures:
 
     Attributes:
         count: How many measurements failed.
+        last: Why the last one failed, in words.
+        noted: Called after each failure with the number of failures, and what failed and why.
     """
 
     def __init__(self, on_error: str) -> None:
@@ -25,7 +27,8 @@ class Failures:
         """
         if on_error not in ("warn", "raise"):
             raise CallError(f"on_error should be 'warn' or 'raise', got {on_error!r}")
-        self.count = 0
+        self.count, self.last = 0, ""
+        self.noted: Callable[[int, str], None] = lambda _count, _last: None
         self._raises = on_error == "raise"
         self._told: set[str] = set()
 
@@ -42,11 +45,12 @@ class Failures:
             if self._raises:
                 raise
             self.count += 1
-            reason = f"{type(error).__name__}: {error}"
-            if reason not in self._told:
-                self._told.add(reason)
+            self.last = f"{type(error).__name__}: {error}"
+            self.noted(self.count, f"{content} failed ({self.last})")
+            if self.last not in self._told:
+                self._told.add(self.last)
                 warnings.warn(
-                    f"{content} failed, and training goes on without it ({reason}); the same failure is not told "
+                    f"{content} failed, and training goes on without it ({self.last}); the same failure is not told "
                     f"again, and on_error='raise' raises it",
                     stacklevel=4,
                 )

@@ -130,6 +130,10 @@ class LiveRun:
         self._rows = [row | columns for row in self._rows]
         self._store.write(self.last_step, self._rows)
 
+    def note_failures(self, count: int, last: str) -> None:
+        """Store how many measurements failed, and what the last failure was."""
+        self._store.note_failures(count, last)
+
     def table(self) -> pd.DataFrame:
         """Return all rows."""
         return self._store.table()

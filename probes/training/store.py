@@ -5,7 +5,7 @@ import math
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -157,8 +157,20 @@ class LiveStore:
         with self._demand_written(f"step {step}"):
             self._write(step, rows)
 
+    def note_failures(self, count: int, last: str) -> None:
+        """State in run.json that measurements failed: at the first, the second, the fourth, ... and with each step.
+
+        Args:
+            count: How many failed until now.
+            last: What failed last, in words.
+        """
+        self._description["failures"] = {"count": count, "last": last}
+        if count & (count - 1) == 0:
+            with suppress(OSError, QkovError):
+                self._demand_own()
+
     def _demand_own(self) -> None:
-        """Make a store whole again that was deleted, and refuse to write to one that another probe has resumed.
+        """Make a store whole again that was deleted, refuse one that another probe has resumed, and state failures.
 
         Raises:
             QkovError: Another probe writes to the store, or it cannot be written to.
@@ -173,8 +185,13 @@ class LiveStore:
                 f"it held",
                 stacklevel=6,
             )
-        elif self._store.description().get("writer") != self._description["writer"]:
+            return
+        stored = self._store.description()
+        if stored.get("writer") != self._description["writer"]:
             raise QkovError(f"another probe writes to {folder} by now, so this one writes to it no more")
+        if stored.get("failures") != self._description.get("failures"):
+            with self._demand_written("the number of failures"):
+                self._store.describe(self._description)
 
     def _write_reference(self) -> None:
         if self._reference is not None:
@@ -235,6 +252,9 @@ class MemoryStore:
     def write(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Hold the rows of a step."""
         self._rows[step] = rows
+
+    def note_failures(self, count: int, last: str) -> None:
+        """Note nothing: the probe itself knows its failures."""
 
     def table(self) -> pd.DataFrame:
         """Return all rows."""

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.output import print_json, say
+from ..terminal.progress import WorkProgress
+from ..terminal.requirements import demand_supported
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
-from .output import print_json, say
-from .progress import WorkProgress
-from .requirements import demand_supported
 
 
 def audit(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.output import command_as_typed, default_folder, print_json, say
+from ..terminal.requirements import demand_supported
 from .options import Family, Heads, Json, MappingFile, Prefix, TrustPickle, reading_options
-from .output import command_as_typed, default_folder, print_json, say
-from .requirements import demand_supported
 
 
 def compare(

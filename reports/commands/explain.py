@@ -7,11 +7,11 @@ from typing import Annotated, Any, cast
 import typer
 
 from ...circuits.errors import QkovError
+from ..terminal.output import command_as_typed, default_folder, print_json, say
+from ..terminal.progress import WorkProgress
+from ..terminal.requirements import demand_supported
 from .explain_options import ExplainOptions, task_options
 from .options import Json, one_of
-from .output import command_as_typed, default_folder, print_json, say
-from .progress import WorkProgress
-from .requirements import demand_supported
 
 
 def explain(

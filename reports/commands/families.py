@@ -3,8 +3,8 @@
 from typing import Any
 
 from ...circuits.architectures.families import architectures, unsupported
+from ..terminal.output import print_json, say
 from .options import Json
-from .output import print_json, say
 
 
 def families(as_json: Json = False) -> None:

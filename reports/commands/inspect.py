@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..terminal.output import command, print_json, say
+from ..terminal.requirements import demand_supported
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
-from .output import command, print_json, say
-from .requirements import demand_supported
 
 if TYPE_CHECKING:
     from ...circuits.checkpoints.runs import Run
@@ -49,7 +49,7 @@ def inspect(
     from ...circuits.reading.checkpoint import OpenCheckpoint
     from ...circuits.reading.inspection import inspect_checkpoint
     from ...circuits.storage.lens import is_lens
-    from .inspection_text import inspection_lines, run_facts, run_lines
+    from ..terminal.inspection_text import inspection_lines, run_facts, run_lines
 
     options = reading_options(mapping, family, heads, prefix, trust_pickle)
     patterns = options.patterns(step)

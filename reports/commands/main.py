@@ -9,16 +9,17 @@ from typer.exceptions import TyperException
 
 from ...circuits.errors import CallError, QkovError
 from ...circuits.visible_text import visible
+from ..terminal.output import say
 from .audit import audit
 from .compare import compare
 from .explain import explain
 from .families import families
 from .inspect import inspect
-from .output import say
 from .predict import predict
 from .report import report
 from .reproduce import reproduce
 from .track import track
+from .watch import watch
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-for command in (reproduce, predict, inspect, families, audit, track, compare, explain, report):
+for command in (reproduce, predict, inspect, families, audit, track, watch, compare, explain, report):
     app.command()(command)
 
 _INTERRUPTED = 130

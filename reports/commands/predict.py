@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.output import print_json, say
+from ..terminal.requirements import demand_supported
 from .options import Json, one_of
-from .output import print_json, say
-from .requirements import demand_supported
 
 
 def predict(

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.output import command_as_typed, print_json, say
+from ..terminal.requirements import demand_supported
 from .options import Json
-from .output import command_as_typed, print_json, say
-from .requirements import demand_supported
 
 
 def report(

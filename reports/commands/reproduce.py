@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
+from ..terminal.output import command_as_typed, print_json, say
+from ..terminal.progress import WorkProgress
+from ..terminal.requirements import demand_supported
 from .options import Json
-from .output import command_as_typed, print_json, say
-from .progress import WorkProgress
-from .requirements import demand_supported
 
 
 def reproduce(

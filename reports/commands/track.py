@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...circuits.errors import QkovError
+from ..terminal.output import command_as_typed, default_folder, print_json, say
+from ..terminal.progress import WorkProgress
+from ..terminal.requirements import demand_supported
 from .options import Family, Heads, Json, MappingFile, Prefix, Revisions, Step, TrustPickle, reading_options
-from .output import command_as_typed, default_folder, print_json, say
-from .progress import WorkProgress
-from .requirements import demand_supported
 
 if TYPE_CHECKING:
     from ...analyses.trajectories.tracking import Tracked

@@ -109,12 +109,27 @@ def run_facts(label: str, table: pd.DataFrame, description: dict[str, Any]) -> d
         "flagged_count": len(damaged),
         "untested": _untested(table, description),
         "doubts": [f"{what}: {reason}" for what, reason in description.get("doubts", {}).items()],
+        "failures": failures_in_words(description),
         "left_out": left_out[:_NAMES],
         "left_out_count": len(left_out),
         "basis": ", ".join(_BASES[basis] for basis in table["basis"].unique()),
         "rotary_offset": _rotary_offset(table),
         "reference": ", ".join(str(name) for name in table["reference"].dropna().unique()) or "none",
     }
+
+
+def failures_in_words(description: dict[str, Any]) -> str:
+    """Return what failed while a model was measured in training; an empty text if nothing is known to have failed.
+
+    Args:
+        description: The description of a store.
+    """
+    failures = description.get("failures")
+    if not failures:
+        return ""
+    count = failures["count"]
+    measurements = "1 measurement" if count == 1 else f"{count} measurements"
+    return f"{measurements} failed while training went on; the last one: {failures['last']}."
 
 
 def integrity_facts(store: RunStore, table: pd.DataFrame) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from qkov.circuits import CallError, QkovError, find_checkpoints, inspect_checkp
 from qkov.circuits.architectures.config_lookups import _kind_of_layer
 from qkov.circuits.architectures.fitting import _divisors
 from qkov.circuits.weights.rope_scaling import scaled_rotary
-from qkov.reports.commands.inspection_text import inspection_lines
 from qkov.reports.commands.main import run
+from qkov.reports.terminal.inspection_text import inspection_lines
 from safetensors.torch import save_file
 
 #: Seconds of CPU time, as the fuzzers allow them.

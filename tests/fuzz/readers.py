@@ -11,8 +11,8 @@ from qkov.analyses.tasks import load_task
 from qkov.analyses.trajectories import RunStore, circuit_table
 from qkov.circuits import ReadingOptions, inspect_checkpoint, open_checkpoint, read_mapping
 from qkov.circuits.checkpoints.runs import find_run
-from qkov.reports.commands.inspection_text import inspection_lines
 from qkov.reports.pages import run_report
+from qkov.reports.terminal.inspection_text import inspection_lines
 
 #: Circuits larger than this are read but not measured.
 _LARGEST = 100_000

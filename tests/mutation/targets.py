@@ -119,6 +119,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/rates/entries.py": _tests("probes", "circuit_rates", "circuit_parameter_groups"),
     "probes/rates/parameter_groups.py": _tests("probes", "circuit_parameter_groups"),
     "probes/rates/proportional_steps.py": _tests("probes", "circuit_rates_hooks"),
+    "reports/drawing/small_multiples.py": _tests("reports", "watching"),
+    "reports/watching/content.py": _tests("reports", "watching"),
+    "reports/watching/reading.py": _tests("reports", "watching"),
     "probes/training/log_filter.py": _tests("probes", "loggers"),
     "probes/training/circuit_probe.py": _tests(
         "probes", "circuit_probe", "training_loops", "circuit_probe_models", "circuit_probe_store"

@@ -43,6 +43,7 @@ def started(arguments: list[str], **environment: str) -> tuple[str, str]:
         (["track", "--help"], 0, "--rotary-offset"),
         (["explain", "-h"], 0, "--methods"),
         (["report", "-h"], 0, "--out"),
+        (["watch", "-h"], 0, "--port"),
         (["--show-completion", "bash"], 0, "COMP_WORDS"),
     ],
 )

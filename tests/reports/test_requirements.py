@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from qkov.circuits import QkovError
-from qkov.reports.commands import requirements
 from qkov.reports.commands.main import run
-from qkov.reports.commands.requirements import demand_supported
+from qkov.reports.terminal import requirements
+from qkov.reports.terminal.requirements import demand_supported
 
 ROOT = Path(__file__).parents[2]
 

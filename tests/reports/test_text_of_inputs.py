@@ -17,10 +17,10 @@ from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.circuits.visible_text import visible, visible_lines
 from qkov.probes.attention.figure import draw as draw_maps
 from qkov.reports.commands.main import run
-from qkov.reports.commands.progress import WorkProgress
 from qkov.reports.drawing.heat_maps import HeatMap, draw_heat_map
 from qkov.reports.drawing.panels import Panel, draw
 from qkov.reports.pages.page import subscripts
+from qkov.reports.terminal.progress import WorkProgress
 
 #: The name of a folder that clears the terminal, ends the line, runs a script, turns around and breaks a formula.
 EVIL = "a\x1b[2J\n<script>alert(1)<\\script>\u202e$x^{2$[/red]{{7*7}}\x9b31m"
