@@ -18,6 +18,7 @@ gradients and random numbers stay the same.
 The names in groups:
 
     Attention               AttentionProbe
+    Health of attention     AttentionHealth (the scores of every head as it trains), Alarm
     Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers), log_spaced
     Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
@@ -29,6 +30,8 @@ from ..circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
     from .attention.probe import AttentionProbe
+    from .health.alarms import Alarm
+    from .health.attention_health import AttentionHealth
     from .rates.circuit_rates import CircuitRates
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
     from .training.circuit_probe import CircuitProbe
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from .training.trainer_callback import CircuitProbeCallback
 
 __all__ = [
+    "Alarm",
+    "AttentionHealth",
     "AttentionProbe",
     "CircuitParameterGroups",
     "CircuitProbe",

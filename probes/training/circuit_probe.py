@@ -1,7 +1,7 @@
 """CircuitProbe measures the circuits of a model in training, at chosen steps, into a run store."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, SupportsFloat, Unpack
@@ -17,7 +17,7 @@ from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_o
 from .failures import Failures
 from .log_filter import Log, LogFilter, RowLog
 from .model import Factors, LiveModel, copied, is_zero, same
-from .optimizer_steps import OptimizerSteps, unwrapped
+from .optimizer_steps import OptimizerSteps, listed
 from .run import LiveRun
 from .schedule import schedule
 
@@ -124,7 +124,7 @@ class CircuitProbe:
             return
         view = View.of(basis, rotary_offset)
         chosen = reading_options(options, reading, ModelKeywords)
-        optimizers = None if optimizer is None else _listed(optimizer)
+        optimizers = None if optimizer is None else listed(optimizer)
         self._failures = Failures(on_error)
         live = LiveModel(model, view, chosen)
         # Whatever is wrong with the call is found before anything is written.
@@ -245,7 +245,7 @@ class CircuitProbe:
             CallError: The argument is not an optimizer, it trains no attention parameter of the model, or the probe is
                 attached already.
         """
-        optimizers = _listed(optimizer)
+        optimizers = listed(optimizer)
         if self._is_idle:
             return Attached(self, [], self.close)
         if self._attached is not None:
@@ -442,13 +442,6 @@ def _is_beside_the_first() -> bool:
         stacklevel=3,
     )
     return True
-
-
-def _listed(optimizer: Any) -> list[Optimizer]:
-    given = [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable) else list(optimizer)
-    if not given:
-        raise CallError("optimizer should be an optimizer, or several in a list, got an empty list")
-    return list(dict.fromkeys(map(unwrapped, given)))
 
 
 def _demand_numbers(scalars: dict[str, SupportsFloat]) -> None:

@@ -218,6 +218,21 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return unwrapped(inside) if isinstance(inside, Optimizer) else optimizer
 
 
+def listed(optimizer: Any) -> list[Optimizer]:
+    """Return one or several optimizers as a list, each once and without wrappers.
+
+    Args:
+        optimizer: The optimizer, or several.
+
+    Raises:
+        CallError: There is none, or one is not an optimizer.
+    """
+    given = [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable) else list(optimizer)
+    if not given:
+        raise CallError("optimizer should be an optimizer, or several in a list, got an empty list")
+    return list(dict.fromkeys(map(unwrapped, given)))
+
+
 def _is_running(frame: FrameType, caller: FrameType) -> bool:
     """Return whether a frame is among the callers of another one; after an error it is not."""
     above: FrameType | None = caller

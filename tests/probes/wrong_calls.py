@@ -7,7 +7,14 @@ from typing import Any
 import torch
 import transformers
 from qkov.circuits import CallError
-from qkov.probes import AttentionProbe, CircuitProbe, CircuitRates, LogFilter, circuit_parameter_groups
+from qkov.probes import (
+    AttentionHealth,
+    AttentionProbe,
+    CircuitProbe,
+    CircuitRates,
+    LogFilter,
+    circuit_parameter_groups,
+)
 
 TOKENS = torch.arange(8).reshape(2, 4)
 
@@ -27,6 +34,9 @@ def main() -> None:
 
     def probe(**options: Any) -> CircuitProbe:
         return CircuitProbe(fused, on_error="raise", **options)
+
+    def health(**options: Any) -> AttentionHealth:
+        return AttentionHealth(fused, optimizer, **options)
 
     def groups(*given: Any, **options: Any) -> None:
         circuit_parameter_groups(split, *given, **options)
@@ -54,6 +64,10 @@ def main() -> None:
         "loss": lambda: probe().step(torch.ones(3)),
         "scalar": lambda: probe().step(rate="0.1"),
         "attach": lambda: probe().attach(schedule),
+        "limit": lambda: health(limit="100"),
+        "horizon": lambda: health(horizon=1.5),
+        "health, start": lambda: health(start=True),
+        "tell": lambda: health(tell="loud"),
         "lr": lambda: groups("1e-3"),
         "qk": lambda: groups(1e-3, qk="30"),
         "groups, parameters": lambda: groups(1e-3, groups=list(split.parameters())),
