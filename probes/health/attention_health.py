@@ -50,9 +50,12 @@ class AttentionHealth:
 
         m = ln(limit / score) / (horizon rho), within 0 and 1.
 
-    An alarm is a head whose score has passed the limit, or passes it within the horizon at its growth. Nothing is
-    changed: outputs, gradients and random numbers stay the same to the bit, and a failure while training is told once
-    and counted. `CircuitRates(optimizer, model, guard=100.0)` acts on what is seen here.
+    An alarm is a head whose score has passed the limit, or is at least half of it (`least`) and passes it within the
+    horizon at its growth. The scores of healthy training grow as fast at its beginning, when they are small, so that
+    with `least=0.0` every run gives alarms.
+
+    Nothing is changed: outputs, gradients and random numbers stay the same to the bit, and a failure while training is
+    told once and counted.
 
     Scores are seen where attention is computed by a fused kernel; a layer that forms its map tells no scores, so that
     its entropy alone is there. Under several processes each sees its own batch, and the first one tells.
@@ -67,6 +70,7 @@ class AttentionHealth:
         optimizer: Any,
         *,
         limit: float = 100.0,
+        least: float | None = None,
         every: Any = 1,
         horizon: int = 100,
         window: int = 20,
@@ -83,6 +87,7 @@ class AttentionHealth:
             model: The model that is trained, as `AttentionProbe` takes it.
             optimizer: The optimizer that trains it, or several in a list, whose steps are counted.
             limit: The largest score that is not to be passed.
+            least: The smallest score that gives an alarm; half of the limit by default.
             every: The steps to record: every so many steps, these steps, or those for which this function returns True.
             horizon: The number of steps within which a score has to pass the limit for an alarm.
             window: The number of records that growth is read from, at least five.
@@ -97,7 +102,7 @@ class AttentionHealth:
             CallError: No attention was found in the model or it cannot be read, an argument is none of the above, or an
                 optimizer trains no parameter of the model.
         """
-        limits = limits_of(limit, horizon, window, kept)
+        limits = limits_of(limit, least, horizon, window, kept)
         if not isinstance(start, Integral) or isinstance(start, bool) or start < 0:
             raise CallError(f"start should be a number of steps, got {start!r}")
         if tell is not None and not callable(tell):
@@ -205,21 +210,33 @@ class AttentionHealth:
             self._watcher.stop()
 
 
-def limits_of(limit: object, horizon: object, window: object, kept: object) -> Limits:
+def limits_of(limit: Any, least: Any, horizon: Any, window: Any, kept: Any) -> Limits:
     """Return what an alarm is.
+
+    Args:
+        limit: The largest score that is not to be passed.
+        least: The smallest score that gives an alarm; None for half of the limit.
+        horizon: The number of steps within which the limit has to be passed.
+        window: The number of records that growth is read from.
+        kept: The number of records that are kept.
 
     Raises:
         CallError: A number is not possible.
     """
-    if not isinstance(limit, Real) or isinstance(limit, bool) or not (limit > 0 and math.isfinite(limit)):
+    if not _is_number(limit) or limit <= 0:
         raise CallError(f"limit should be a finite number above 0, got {limit!r}")
+    least = limit / 2 if least is None else least
+    if not _is_number(least) or not 0 <= least <= limit:
+        raise CallError(f"least should be a number from 0 to the limit of {limit:g}, got {least!r}")
     fewest = {"horizon": 1, "window": FEWEST, "kept": 1}
-    numbers: dict[str, int] = {}
-    for (name, least), value in zip(fewest.items(), (horizon, window, kept), strict=True):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise CallError(f"{name} should be a whole number of at least {least}, got {value!r}")
-        numbers[name] = int(value)
-    return Limits(float(limit), numbers["horizon"], numbers["window"], numbers["kept"])
+    for (name, fewest_of_name), value in zip(fewest.items(), (horizon, window, kept), strict=True):
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < fewest_of_name:
+            raise CallError(f"{name} should be a whole number of at least {fewest_of_name}, got {value!r}")
+    return Limits(float(limit), float(least), int(horizon), int(window), int(kept))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_first() -> bool:

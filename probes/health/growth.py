@@ -87,25 +87,33 @@ def holding_multiples(
     return torch.where(rates.isnan() | scores.isnan(), torch.nan, held)
 
 
-def braking_multiples(scores: Float64[Tensor, " head"], limit: float, start: float) -> Float64[Tensor, " head"]:
+def braking_multiples(
+    scores: Float64[Tensor, " head"], rates: Float64[Tensor, " head"], limit: float, start: float, horizon: int
+) -> Float64[Tensor, " head"]:
     r"""Return the multiple of the rate of W_Q and W_K by which a guard brakes each head.
 
-        m = ln(limit / s) / ln(limit / start), within 0 and 1.
+    Up to the score `start` the rate is full, and above it
 
-    Up to the score `start` the rate is full; from there on it falls with the logarithm of the score, to 0 at the limit.
-    If a step at the full rate multiplies the score by at most limit / start, and the growth of its logarithm is in
-    proportion to m, then a score below the limit stays there: ln s + m ln(limit / start) <= ln limit.
+        m = ln(limit / s) / max(ln(limit / start), H rho), within 0 and 1.
+
+    It is the lower of two multiples: that at which the score needs the horizon H to reach the limit, and one that falls
+    with the logarithm of the score to 0 at the limit, however slow the growth seems. Because of the latter, a score
+    below the limit stays there as long as a step at the full rate multiplies it by at most limit / start and the growth
+    of its logarithm goes with m: ln s + m ln(limit / start) <= ln limit.
 
     Args:
         scores: The largest scores s.
+        rates: The growth rho of their logarithms per step at the full rate; NaN where it is unknown.
         limit: The limit.
         start: The score from which on the rate is lowered.
+        horizon: The number of steps H.
 
     Returns:
-        The multiples; 1 where the score is unknown or not above 0.
+        The multiples; 1 where the score is unknown.
     """
-    multiples = (limit / scores).log() / math.log(limit / start)
-    return torch.where(scores > 0, multiples.clamp(0.0, 1.0), 1.0)
+    slowest = math.log(limit / start)
+    multiples = (limit / scores).log() / (horizon * rates).nan_to_num(slowest).clamp(min=slowest)
+    return torch.where(scores > start, multiples.clamp(0.0, 1.0), 1.0)
 
 
 def _centred(values: Float64[Tensor, "record head"], counts: Tensor, number: Tensor) -> Float64[Tensor, "record head"]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from ...circuits.weights.layer_keys import LayerKey
@@ -74,15 +74,25 @@ class Limits:
 
     Attributes:
         limit: The largest score that is not to be passed.
+        least: The smallest score that gives an alarm.
         horizon: The number of steps within which a score passes it for an alarm.
         window: The number of records that growth is read from.
         kept: The number of records that are kept for the table.
     """
 
     limit: float
+    least: float
     horizon: int
     window: int
     kept: int
+
+    def in_danger(self, states: HeadStates) -> Bool[Tensor, " head"]:
+        """Return which heads of a layer are in danger.
+
+        Args:
+            states: The heads.
+        """
+        return (states.steps_left <= self.horizon) & (states.scores.largest >= self.least)
 
 
 class HealthHistory:
@@ -194,7 +204,7 @@ class _Layer:
 
     def new_alarms(self, key: LayerKey, states: HeadStates) -> list[Alarm]:
         """Return an alarm for each head that is in danger now and was not before."""
-        in_danger = states.steps_left <= self._limits.horizon
+        in_danger = self._limits.in_danger(states)
         new = in_danger if self._in_danger is None else in_danger & ~self._in_danger
         self._in_danger = in_danger
         return [states.alarm(key, head, self._limits) for head in new.nonzero()[:, 0].tolist()]

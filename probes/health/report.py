@@ -36,13 +36,20 @@ def report(name: str, history: HealthHistory) -> str:
     if entropies:
         smallest = min(entropies, key=lambda head: entropies[head])
         lines.append(f"The smallest entropy is {entropies[smallest]:.2f} nats, of {smallest}.")
-    in_danger = [head for head in scored if head.steps_left <= limits.horizon]
+    in_danger = [
+        states.alarm(key, head, limits)
+        for key, states in latest.items()
+        for head in limits.in_danger(states).nonzero()[:, 0].tolist()
+    ]
     in_danger.sort(key=lambda head: (head.steps_left, -head.score))
     lines += [f"{capitalised(head.sentence)}." for head in in_danger[:_LISTED]]
     if len(in_danger) > _LISTED:
         lines.append(f"{len(in_danger) - _LISTED} more have passed {limits.limit:g}, or pass it so soon.")
     if scored and not in_danger:
-        lines.append(f"None passes {limits.limit:g} within {limits.horizon} steps at its present growth.")
+        lines.append(
+            f"No score of {limits.least:g} or more passes {limits.limit:g} within {limits.horizon} steps at its "
+            f"present growth."
+        )
     unknown = sum(math.isnan(head.growth) for head in scored)
     if unknown:
         lines.append(f"The growth of {unknown} {'head' if unknown == 1 else 'heads'} is unknown.")

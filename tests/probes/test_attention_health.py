@@ -1,6 +1,7 @@
 """The health of attention in training: what it sees is what the kernel computed, and it leaves training as it was."""
 
 import copy
+import dataclasses
 import math
 import warnings
 from typing import Any
@@ -255,7 +256,7 @@ def test_a_layer_without_a_bound_says_why():
     assert bounds["bound"].isna().all() == bounds["unknown"].ne("").all()
 
 
-LIMITS = Limits(limit=100.0, horizon=100, window=20, kept=30)
+LIMITS = Limits(limit=100.0, least=0.0, horizon=100, window=20, kept=30)
 
 
 def history_of(scores: list[list[float]], **options: Any) -> HealthHistory:
@@ -283,6 +284,17 @@ def test_an_alarm_is_given_once_when_danger_begins_and_again_after_it_ended():
     assert math.isclose(history.alarms[0].growth, 0.03, rel_tol=1e-9)
 
 
+def test_a_score_that_is_small_gives_no_alarm_however_fast_it_grows():
+    scores = [[score] for score in growing(0.1, 60)]
+    assert history_of(scores).alarms[0].step == 5
+    history = HealthHistory(dataclasses.replace(LIMITS, least=50.0), None)
+    for step, values in enumerate(scores, 1):
+        largest = torch.tensor(values, dtype=torch.float64)
+        history.add(step, {("", 0): LayerScores(largest, largest)})
+    (alarm,) = history.alarms
+    assert alarm.score >= 50 > alarm.score * math.exp(-0.1)
+
+
 def test_the_table_keeps_the_last_records():
     table = history_of([[score] for score in growing(0.01, 50)]).table()
     assert table["step"].tolist() == list(range(21, 51))
@@ -297,7 +309,7 @@ def test_a_report_tells_danger_and_its_absence():
         "Model at step 8, 2 heads:",
         "The largest score is 5.0, of layer 0 head 0.",
         "The smallest entropy is 0.50 nats, of layer 0 head 0.",
-        "None passes 100 within 100 steps at its present growth.",
+        "No score of 0 or more passes 100 within 100 steps at its present growth.",
         "No alarms were given so far.",
     ]
     danger = report("Model", history_of([[score, 120.0, 2.0] for score in growing(0.05, 30)])).splitlines()
@@ -322,6 +334,7 @@ def test_a_report_counts_what_is_unknown_and_what_it_does_not_list():
 WRONG: dict[str, Any] = {
     "limit should be a finite number above 0, got 0": {"limit": 0.0},
     "limit should be a finite number above 0, got nan": {"limit": math.nan},
+    "least should be a number from 0 to the limit of 100, got 101.0": {"least": 101.0},
     "window should be a whole number of at least 5, got 4": {"window": 4},
     "horizon should be a whole number of at least 1, got 0": {"horizon": 0},
     "kept should be a whole number of at least 1, got 0": {"kept": 0},

@@ -96,21 +96,30 @@ def test_a_braked_score_stays_under_the_limit_whatever_steps_come():
     score = torch.full((50,), 1.0, dtype=torch.float64)
     for _ in range(200):
         growth = torch.from_numpy(GENERATOR.uniform(-0.5, 1.0, size=50)) * math.log(limit / start)
-        score = score * (braking_multiples(score, limit, start) * growth).exp()
+        told = torch.from_numpy(GENERATOR.uniform(-0.1, 0.1, size=50))
+        score = score * (braking_multiples(score, told, limit, start, 100) * growth).exp()
     assert bool((score <= limit * (1 + 1e-12)).all())
     assert bool((score > 0.9 * limit).any())
 
 
 def test_a_single_step_that_is_larger_passes_the_limit():
     score = doubles([9.0])
-    grown = score * (braking_multiples(score, 100.0, 10.0) * math.log(12.0)).exp()
+    grown = score * (braking_multiples(score, doubles([0.0]), 100.0, 10.0, 100) * math.log(12.0)).exp()
     assert float(grown) > 100
 
 
-def test_the_brake_is_off_up_to_its_start_and_full_at_the_limit():
+@pytest.mark.parametrize("rate", [math.nan, -0.1, 0.0, math.log(10.0) / 100])
+def test_the_brake_is_off_up_to_its_start_and_full_at_the_limit(rate):
     scores = doubles([0.5, 10.0, 10.0 * math.sqrt(10.0), 100.0, 1e6, -4.0, math.nan])
-    multiples = braking_multiples(scores, 100.0, 10.0)
+    multiples = braking_multiples(scores, torch.full_like(scores, rate), 100.0, 10.0, 100)
     np.testing.assert_allclose(multiples, [1, 1, 0.5, 0, 0, 1, 1], atol=1e-14)
+
+
+def test_fast_growth_is_braked_to_the_rate_that_reaches_the_limit_at_the_horizon():
+    scores, rates = doubles([9.0, 20.0, 90.0]), doubles([0.5, 0.5, 0.5])
+    multiples = braking_multiples(scores, rates, 100.0, 10.0, 100)
+    assert multiples[0] == 1
+    np.testing.assert_allclose(multiples[1:], holding_multiples(scores, rates, 100.0, 100)[1:], rtol=1e-12)
 
 
 def alarm(**changes):
