@@ -11,6 +11,7 @@ from ..checkpoints.tensor_file import demand_no_adapters
 from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint, open_tensors
 from ..reading.options import ModelKeywords, ReadingOptions, reading_options
+from .adapters import with_adapters
 from .hooked_models import OpenHookedModel, has_weight_interface
 from .parametrised import effective_state
 from .tensors import LiveWeights
@@ -18,7 +19,11 @@ from .torch_modules import has_attention_modules, mappings_of
 
 
 def open_model(
-    model: Any, options: ReadingOptions | Mapping | None = None, **reading: Unpack[ModelKeywords]
+    model: Any,
+    options: ReadingOptions | Mapping | None = None,
+    *,
+    adapters: bool = True,
+    **reading: Unpack[ModelKeywords],
 ) -> OpenCheckpoint | OpenHookedModel:
     """Open a model in memory as if it were a checkpoint. The model is not changed, and nothing is copied on the CPU.
 
@@ -29,14 +34,19 @@ def open_model(
     the basis in which their weights are. Other models are recognised as their files would be: by their config, else by
     their torch.nn.MultiheadAttention modules, else by the names of their tensors.
 
+    Weights that adapters of PEFT change are read as the model computes with them in evaluation, W_0 + s B A for LoRA,
+    in float64: `open_model(model, adapters=False)` reads W_0, so that the change of a circuit is the difference of two
+    circuits, and `compare_models` of `qkov.analyses.trajectories` tabulates it.
+
     Args:
         model: A torch.nn.Module, or any object with TransformerLens' weight interface.
         options: How to read it, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
+        adapters: Whether adapters count; otherwise the weights are those without them.
         **reading: The same as keywords: mapping, family, heads or prefix.
 
     Raises:
         CallError: `model` cannot be opened, or the options do not go together.
-        QkovError: The names of its tensors are not recognised, or its weights cannot be read.
+        QkovError: The names of its tensors are not recognised, or its weights or adapters cannot be read.
     """
     chosen = reading_options(options, reading, ModelKeywords)
     if not chosen.are_given and has_weight_interface(model):
@@ -47,7 +57,8 @@ def open_model(
             f"TransformerLens, got {type(model).__name__}"
         )
     address = f"the model {type(model).__name__}"
-    tensors, config = effective_state(model), config_of(model, address)
+    tensors = with_adapters(model, effective_state(model), on=adapters)
+    config = config_of(model, address)
     if not chosen.are_given and (config is None or "model_type" not in config) and has_attention_modules(model):
         demand_no_adapters(tensors, address)
         modules = mappings_of(model)

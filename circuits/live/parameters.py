@@ -15,6 +15,7 @@ from ..errors import CallError, QkovError
 from ..reading.checkpoint import OpenCheckpoint
 from ..reading.options import ReadingOptions
 from ..weights.attention_weights import NAMES
+from .adapters import AdaptedWeight, Entry, with_adapters
 from .hooked_models import has_weight_interface
 from .models import open_model
 from .tensors import LiveWeights
@@ -65,11 +66,13 @@ class LiveParameters:
         else:
             self.recognised = options.recognise(self._file(tensors))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers of the model by name, as they are."""
-        return self.model.state_dict(keep_vars=True)
+    def tensors(self) -> dict[str, Entry]:
+        """Return the parameters and buffers of the model by name, as they are, and the weights that adapters change."""
+        return with_adapters(self.model, self.model.state_dict(keep_vars=True))
 
-    def read(self, value: Callable[[nn.Parameter], Tensor]) -> OpenCheckpoint:
+    def read(
+        self, value: Callable[[nn.Parameter], Tensor], adapted: Callable[[AdaptedWeight], Tensor] | None = None
+    ) -> OpenCheckpoint:
         """Read a value of each parameter, such as its gradient, arranged as attention weights.
 
         W_Q of the layers then holds the values of W_Q. The facts, norms and basis of the layers describe weights, and
@@ -78,14 +81,17 @@ class LiveParameters:
         Args:
             value: Returns a tensor of the parameter's shape: the parameter itself, its gradient, or a state of its
                 optimizer.
+            adapted: The same for a weight that adapters change; by default the weight itself is read.
         """
-        tensors = {
-            name: value(tensor) if isinstance(tensor, nn.Parameter) else tensor
-            for name, tensor in self.tensors().items()
-        }
+        tensors: dict[str, Entry] = {}
+        for name, entry in self.tensors().items():
+            if isinstance(entry, AdaptedWeight):
+                tensors[name] = entry if adapted is None else adapted(entry)
+            else:
+                tensors[name] = value(entry) if isinstance(entry, nn.Parameter) else entry
         return OpenCheckpoint(self._file(tensors), self.recognised)
 
-    def _file(self, tensors: Dictionary[str, Tensor]) -> TensorFile:
+    def _file(self, tensors: Dictionary[str, Entry]) -> TensorFile:
         if self._modules is not None:
             return LiveWeights(self._modules.apart(tensors), self._address)
         return unwrapped(LiveWeights(tensors, self._address, self._config))

@@ -7,16 +7,20 @@ from typing import Any
 from torch import Tensor
 
 from ..checkpoints.tensor_file import TensorFile, in_memory
+from .adapters import AdaptedLayer, AdaptedWeight, Entry
 
 
 class LiveWeights(TensorFile):
-    """The tensors of a model by name. They are not copied, so reading returns their current values."""
+    """The tensors of a model by name. They are not copied, so reading returns their current values.
 
-    def __init__(self, tensors: Dictionary[str, Tensor], address: str, config: dict[str, Any] | None = None) -> None:
+    Weights that adapters change are computed when they are read.
+    """
+
+    def __init__(self, tensors: Dictionary[str, Entry], address: str, config: dict[str, Any] | None = None) -> None:
         """Take the tensors of a model.
 
         Args:
-            tensors: The state dict.
+            tensors: The state dict, or what takes its place in a model with adapters.
             address: The model in words, for messages.
             config: Config of the model; None if there is none.
         """
@@ -33,6 +37,16 @@ class LiveWeights(TensorFile):
             names: Names of the tensors.
 
         Raises:
-            QkovError: A tensor is not in memory, or is spread over devices.
+            QkovError: A tensor is not in memory, or is spread over devices; or adapters change it in a way that is not
+                read.
         """
-        return {name: in_memory(self._tensors[name], f"{name} of {self.address}") for name in names}
+        adapted: dict[AdaptedLayer, dict[str, Tensor]] = {}
+        read = {}
+        for name in names:
+            entry = self._tensors[name]
+            if isinstance(entry, AdaptedWeight):
+                if entry.layer not in adapted:
+                    adapted[entry.layer] = entry.layer.weights()
+                entry = adapted[entry.layer][entry.name]
+            read[name] = in_memory(entry, f"{name} of {self.address}")
+        return read

@@ -11,6 +11,7 @@ from ..architectures.mapping import Mapping, parse_mapping
 from ..architectures.named_layouts import SCORES_IN
 from ..architectures.stated_facts import UNKNOWN
 from ..errors import QkovError
+from .adapters import Entry, without_base_layer
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,10 @@ class FoundModules:
     mappings: tuple[Mapping, ...]
     joined: dict[str, tuple[str, int]]
 
-    def apart(self, tensors: Dictionary[str, Tensor]) -> dict[str, Tensor]:
+    def apart(self, tensors: Dictionary[str, Entry]) -> dict[str, Entry]:
         """Return the tensors of the model, together with the parts of joined biases under names of their own."""
-        parts = {name: tensors[whole].chunk(3)[third] for name, (whole, third) in self.joined.items()}
+        wholes = {name: (tensors[whole], third) for name, (whole, third) in self.joined.items()}
+        parts = {name: whole.chunk(3)[third] for name, (whole, third) in wholes.items() if isinstance(whole, Tensor)}
         return {**tensors, **parts}
 
 
@@ -51,6 +53,7 @@ def mappings_of(model: nn.Module) -> FoundModules:
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue
+        path = without_base_layer(model, path)
         parent_path, _, name = path.rpartition(".")
         template = _numbered(path)
         facts, norm_tensors = _norm(model.get_submodule(parent_path), name, _numbered(parent_path))

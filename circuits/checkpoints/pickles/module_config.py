@@ -24,7 +24,9 @@ def config_of(model: nn.Module, address: str) -> dict[str, Any] | None:
     """
     configs: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
-        config = None if _is_inside(name, configs) else plain_config(getattr(module, "config", None))
+        # PEFT's own modules pass on the config of the model inside, or make one up.
+        is_wrapper = type(module).__module__.startswith("peft.")
+        config = None if is_wrapper or _is_inside(name, configs) else plain_config(getattr(module, "config", None))
         if config is not None:
             configs[name] = config
     if len(configs) > 1:
