@@ -48,6 +48,7 @@ IDENTITY = pa.schema(
 #: The quantities that are lists.
 LISTS = {
     "singular_values": pa.list_(pa.float64()),
+    "adapter_singular_values": pa.list_(pa.float64()),
     "rotary_offsets": pa.list_(pa.int32()),
     "frobenius_norm_at_offsets": pa.list_(pa.float64()),
 }
@@ -198,7 +199,7 @@ class RunStore:
             table = self._open(path)
             missing = [name for name in names if name not in table.column_names]
             for name in missing:
-                table = table.append_column(name, pa.nulls(len(table), pa.float64()))
+                table = table.append_column(name, pa.nulls(len(table), LISTS.get(name, pa.float64())))
             if missing:
                 self._write(path, (table.schema.metadata or {}).get(_KEY, b"").decode(), table)
 

@@ -58,6 +58,7 @@ class AdaptedWeight:
         base: The parameter without the adapters; None for a bias that only adapters add.
         parts: The parameters of which the weight is made, with their names in the model.
         shape: The shape of the weight.
+        is_refused: Whether it is not to be read, since a parameter is wanted.
     """
 
     layer: AdaptedLayer
@@ -65,6 +66,7 @@ class AdaptedWeight:
     base: Tensor | None
     parts: tuple[tuple[str, nn.Parameter], ...]
     shape: torch.Size
+    is_refused: bool = False
 
     @property
     def is_trained(self) -> bool:
@@ -72,17 +74,43 @@ class AdaptedWeight:
         return any(part.requires_grad for _, part in self.parts)
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
+    def label(self) -> str:
+        """The weight's name in the model, for messages."""
+        return f"{self.layer.label}.{self.name}"
+
+
+    def demand_readable(self) -> None:
+        """Refuse a weight where a parameter is wanted.
+
+        Raises:
+            QkovError: It is not to be read.
+        """
+        if self.is_refused:
+            raise QkovError(
+                f"{self.label} is made with adapters ({self.layer.kind}) and is not a parameter itself: merge them "
+                f"first (merge_and_unload), or set what you want to set for the adapters' own parameters"
+            )
 
 
 Entry = Tensor | AdaptedWeight
 
 
-def has_adapters(model: Any) -> bool:
-    """Return whether a model holds adapters of PEFT that change weights, switched on or not."""
-    return isinstance(model, nn.Module) and any(_is_layer(module) for module in model.modules())
+def adapted_names(model: Any) -> frozenset[str]:
+    """Return the names, without adapters, of the parameters that adapters of PEFT can change or take the place of.
+
+    Args:
+        model: Any model; one that is not a torch.nn.Module has no adapters.
+    """
+    if not isinstance(model, nn.Module):
+        return frozenset()
+    found = _found(model)
+    names: set[str | None] = set()
+    for path, module in found.items():
+        is_layer = _is_layer(module)
+        base = module.get_base_layer() if is_layer else module.original_module
+        at = f"{path}{'.base_layer' * len(list(_chain(module))) if is_layer else '.original_module'}"
+        names |= {_plain_name(f"{at}.{name}", found, on=False) for name, _ in base.named_parameters(recurse=not is_layer)}
+    return frozenset(name for name in names if name is not None)
 
 
 def without_peft(model: Any) -> Any:
@@ -113,7 +141,7 @@ def with_adapters(model: nn.Module, state: Dictionary[str, Tensor], on: bool = T
         QkovError: An adapter takes the place of the attention itself.
     """
     _demand_weights(model)
-    found = {path: module for path, module in model.named_modules() if _is_layer(module) or _is_copy(module)}
+    found = _found(model)
     if not found:
         return dict(state)
     entries: dict[str, Entry] = {}
@@ -126,6 +154,10 @@ def with_adapters(model: nn.Module, state: Dictionary[str, Tensor], on: bool = T
         if _is_layer(module) and without_base_layer(model, path) == path:
             entries.update(_adapted(path, module, found, state, on))
     return entries
+
+
+def _found(model: nn.Module) -> dict[str, Any]:
+    return {path: module for path, module in model.named_modules() if _is_layer(module) or _is_copy(module)}
 
 
 def _adapted(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from collections.abc import Mapping as Dictionary
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class LiveParameters:
         return with_adapters(self.model, self.model.state_dict(keep_vars=True))
 
     def read(
-        self, value: Callable[[nn.Parameter], Tensor], adapted: Callable[[AdaptedWeight], Tensor] | None = None
+        self, value: Callable[[nn.Parameter], Tensor], adapted: Callable[[AdaptedWeight], Entry] | None = None
     ) -> OpenCheckpoint:
         """Read a value of each parameter, such as its gradient, arranged as attention weights.
 
@@ -81,12 +82,13 @@ class LiveParameters:
         Args:
             value: Returns a tensor of the parameter's shape: the parameter itself, its gradient, or a state of its
                 optimizer.
-            adapted: The same for a weight that adapters change; by default the weight itself is read.
+            adapted: The same for a weight that adapters change, which may be returned as it is; by default layers with
+                such weights are refused when they are read.
         """
         tensors: dict[str, Entry] = {}
         for name, entry in self.tensors().items():
             if isinstance(entry, AdaptedWeight):
-                tensors[name] = entry if adapted is None else adapted(entry)
+                tensors[name] = replace(entry, is_refused=True) if adapted is None else adapted(entry)
             else:
                 tensors[name] = value(entry) if isinstance(entry, nn.Parameter) else entry
         return OpenCheckpoint(self._file(tensors), self.recognised)

@@ -45,6 +45,7 @@ class LiveWeights(TensorFile):
         for name in names:
             entry = self._tensors[name]
             if isinstance(entry, AdaptedWeight):
+                entry.demand_readable()
                 if entry.layer not in adapted:
                     adapted[entry.layer] = entry.layer.weights()
                 entry = adapted[entry.layer][entry.name]

@@ -16,7 +16,7 @@ from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
 from .failures import Failures
 from .log_filter import Log, LogFilter, RowLog
-from .model import Factors, LiveModel, copied, is_zero, same
+from .model import Factors, LiveModel, copied, same
 from .optimizer_steps import OptimizerSteps, listed
 from .run import LiveRun
 from .schedule import schedule
@@ -138,6 +138,7 @@ class CircuitProbe:
         self._told: set[str] = set()
         self._before: Factors | None = None
         self._gradients: Factors | None = None
+        self._has_gradients = False
         self._is_by_hand = self._is_pending = self._is_noted_after = False
         self._uncertain = 0
         self._is_next_due = self._is_due(self.steps + 1)
@@ -250,6 +251,8 @@ class CircuitProbe:
             return Attached(self, [], self.close)
         if self._attached is not None:
             raise CallError("the probe is attached to an optimizer already: detach it first")
+        # Adapters may have been added to the model.
+        self._optimizers.name(self._run.model.named_parameters())
         self._attached = self._follow(optimizers, self._optimizers.give(optimizers))
         return self._attached
 
@@ -275,6 +278,7 @@ class CircuitProbe:
             if self._is_next_due:
                 self._before = copied(self._run.model.factors())
                 self._gradients = copied(self._run.model.gradients()) if with_gradients else None
+                self._has_gradients = self._optimizers.has_gradients()
 
     def end_step(self) -> None:
         """Count the step that has been taken, and log it if it is due."""
@@ -329,7 +333,8 @@ class CircuitProbe:
         if gradients is None:
             are_copied = self._optimizers.stepped and not self._is_by_hand
             gradients = model.gradients(self._optimizers.gradients if are_copied else None)
-        if is_zero(gradients):
+            self._has_gradients = self._optimizers.has_gradients(are_copied)
+        if self._optimizers.is_trained() and not self._has_gradients:
             self._tell(
                 f"the gradients of all attention weights are 0 or missing at step {self.steps}, so what depends on "
                 f"them is missing: set them to zero after the optimizer's step and after probe.step()"
@@ -372,8 +377,7 @@ class CircuitProbe:
         """Return whether the weights are those of before, although there are gradients."""
         if not self._is_next_due or self._before is None:
             return False
-        model = self._run.model
-        return model.is_trained() and not is_zero(model.gradients()) and same(self._before, model.factors())
+        return self._optimizers.has_gradients() and same(self._before, self._run.model.factors())
 
     def _demand_order(self) -> None:
         if self._optimizers.has_new_gradients():

@@ -12,11 +12,12 @@ from ...analyses.trajectories.view import View
 from ...circuits.algebra.circuit import Circuit
 from ...circuits.algebra.factor_steps import measure_step
 from ...circuits.errors import QkovError
+from ...circuits.live.adapters import AdaptedWeight, Entry, adapted_names, without_peft
 from ...circuits.live.models import open_model
 from ...circuits.live.parameters import LiveParameters
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.attention_weights import AttentionWeights
-from ...circuits.weights.source import LayersInMemory
+from ...circuits.weights.source import AttentionSource, LayersInMemory
 from ...circuits.weights.trained_factors import trained_circuits, without_product
 
 #: The stack and the number of a layer, and the name of a circuit.
@@ -64,7 +65,7 @@ class LiveModel:
             QkovError: The model's weights are not recognised, or cannot be read.
         """
         self._model, self._view, self._options = model, view, options
-        self.name = type(model).__name__
+        self.name = type(without_peft(model)).__name__
         opened = open_model(model, options)
         self.recognised, self.skipped = opened.recognised, opened.skipped
         layers = tuple(opened.layers())
@@ -84,32 +85,62 @@ class LiveModel:
             reasons = dict.fromkeys(keys, f"its gradients cannot be read: {error}")
         else:
             reasons |= dict.fromkeys(self._frozen(), "not all of its weights are trained")
+            reasons |= self._adapted()
         self.untested = _untested(reasons)
+        self._adapted_names: frozenset[str] = frozenset()
+        self._is_adapted = False
 
     def layers(self) -> LayersInMemory:
         """Return the layers in the basis of the view, sharing the model's memory where possible."""
-        opened = open_model(self._model, self._options)
-        return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
+        return self._in_basis(open_model(self._model, self._options))
 
     def factors(self) -> Factors:
         """Return the factors that training moves, sharing the model's memory where possible."""
-        return self._read(lambda parameter: parameter)
+        return self._read(lambda parameter: parameter, lambda weight: weight)
+
+    def base_layers(self) -> LayersInMemory | None:
+        """Return the layers without the adapters of attention, in the basis of the view; None if there are none.
+
+        Raises:
+            QkovError: The weights without the adapters cannot be read.
+        """
+        names = adapted_names(self._model)
+        if names != self._adapted_names:
+            factors = self._entries()
+            self._adapted_names = names
+            self._is_adapted = bool(names) and (self._parameters is None or not names.isdisjoint(factors))
+        return self._in_basis(open_model(self._model, self._options, adapters=False)) if self._is_adapted else None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that hold the factors, with their names; each once."""
+        """Return the parameters that hold the factors or adapt them, with their names; each once."""
+        return list({id(part): (name, part) for parts in self._entries().values() for name, part in parts}.values())
+
+    def _entries(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
+        """Return the parameters of which each weight of the factors is made, by the name of the weight."""
         if self._parameters is None:
-            return []
-        named = {
-            name: tensor for name, tensor in self._parameters.tensors().items() if isinstance(tensor, nn.Parameter)
-        }
-        numbers = {id(tensor): number for number, tensor in enumerate(named.values(), 1)}
-        # Each parameter is read as its number, so that the factors hold the numbers of those that they are made of.
-        factors = self._read(lambda parameter: _spread(float(numbers[id(parameter)]), parameter))
+            return {}
+        # Each weight is read as its number, so that the factors hold the numbers of those that they are made of.
+        numbers: dict[Any, int] = {}
+        made_of: list[tuple[str, list[tuple[str, nn.Parameter]]]] = []
+        for name, entry in self._parameters.tensors().items():
+            if isinstance(entry, AdaptedWeight):
+                numbers[entry.label] = len(made_of)
+                made_of.append((name, list(entry.parts)))
+            elif isinstance(entry, nn.Parameter):
+                numbers.setdefault(id(entry), len(made_of))
+                made_of.append((name, [(name, entry)]))
+        factors = self._read(
+            lambda parameter: _spread(float(numbers[id(parameter)]), parameter),
+            lambda weight: _spread(float(numbers[weight.label]), weight),
+        )
         found = {
             int(number) for circuit in factors.values() for factor in _factors_in(circuit) for number in factor.unique()
         }
-        by_id = {id(tensor): (name, tensor) for name, tensor in named.items() if numbers[id(tensor)] in found}
-        return list(by_id.values())
+        return dict(made_of[number] for number in sorted(found))
+
+    def precision(self) -> float:
+        """Return the coarsest relative rounding of the parameters that hold the factors."""
+        return max((torch.finfo(part.dtype).eps for _, part in self.named_parameters()), default=0.0)
 
     def gradients(self, copies: Dictionary[int, Tensor] | None = None) -> Factors:
         """Return the gradients of the factors, G_A as left and G_B as right; NaN where a parameter has none.
@@ -118,13 +149,8 @@ class LiveModel:
             copies: Gradients by the id of the parameter; by default those that the parameters have.
         """
         if copies is None:
-            return self._read(_gradient)
-        return self._read(lambda parameter: copies.get(id(parameter), _spread(torch.nan, parameter)))
-
-    def is_trained(self) -> bool:
-        """Return whether any parameter of the factors is trained, as far as they are known."""
-        trained = self._read(lambda parameter: _spread(float(parameter.requires_grad), parameter))
-        return any(bool(factor.any()) for circuit in trained.values() for factor in _factors_in(circuit))
+            return self._read(_gradient, _missing)
+        return self._read(lambda parameter: copies.get(id(parameter), _missing(parameter)), _missing)
 
     def step_quantities(self, before: Factors, gradients: Factors) -> dict[CircuitKey, dict[str, list[float]]]:
         """Return the quantities of the step from earlier factors to the current ones.
@@ -150,19 +176,48 @@ class LiveModel:
                 measured[key] = {name: of[place].repeat_interleave(times).tolist() for name, of in values.items()}
         return measured
 
-    def _read(self, value: Callable[[nn.Parameter], Tensor]) -> Factors:
+    def _in_basis(self, opened: AttentionSource) -> LayersInMemory:
+        return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
+
+    def _read(
+        self, value: Callable[[nn.Parameter], Tensor], adapted: Callable[[AdaptedWeight], Entry]
+    ) -> Factors:
         if self._parameters is None:
             return {}
         return {
             (weights.stack, weights.layer, name): circuit
-            for weights in self._parameters.read(value).layers()
+            for weights in self._parameters.read(value, adapted).layers()
             if (weights.stack, weights.layer) in self._heads
             for name, circuit in trained_circuits(weights).items()
         }
 
     def _frozen(self) -> list[CircuitKey]:
-        is_trained = self._read(lambda parameter: _spread(float(parameter.requires_grad), parameter))
+        is_trained = self._read(
+            lambda parameter: _spread(float(parameter.requires_grad), parameter),
+            lambda weight: _spread(float(weight.is_trained), weight),
+        )
         return [key for key, factors in is_trained.items() if not all(map(torch.all, _factors_in(factors)))]
+
+    def _adapted(self) -> dict[CircuitKey, str]:
+        """Return why circuits whose weights adapters change have no gradients of their factors."""
+        kinds = sorted(
+            {entry.layer.kind for entry in self._parameters.tensors().values() if isinstance(entry, AdaptedWeight)}
+            if self._parameters is not None
+            else ()
+        )
+        is_adapted = {
+            kind: self._read(
+                lambda parameter: _spread(0.0, parameter),
+                lambda weight, kind=kind: _spread(float(weight.layer.kind == kind), weight),
+            )
+            for kind in kinds
+        }
+        return {
+            key: f"its weights are made with adapters ({kind}), which have gradients in place of the weights"
+            for kind, factors in is_adapted.items()
+            for key, circuit in factors.items()
+            if any(bool(factor.any()) for factor in _factors_in(circuit))
+        }
 
 
 def copied(factors: Factors) -> Factors:
@@ -176,12 +231,6 @@ def same(one: Factors, other: Factors) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(*both) for pair in pairs for both in zip(*map(_factors_in, pair), strict=True)
     )
-
-
-def is_zero(gradients: Factors) -> bool:
-    """Return whether no gradient of any factor differs from 0; NaN stands for one that is missing."""
-    factors = [factor for circuit in gradients.values() for factor in _factors_in(circuit)]
-    return bool(factors) and not any(bool((factor.nan_to_num(0.0) != 0).any()) for factor in factors)
 
 
 def _joined(circuits: list[Circuit]) -> Circuit:
@@ -213,12 +262,16 @@ def _factors_in(circuit: Circuit) -> list[Tensor]:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    return _spread(torch.nan, parameter) if parameter.grad is None else parameter.grad
+    return _missing(parameter) if parameter.grad is None else parameter.grad
 
 
-def _spread(number: float, parameter: nn.Parameter) -> Tensor:
-    """A number in the shape of a parameter, without its memory."""
-    return torch.full((1,) * parameter.ndim, number).expand_as(parameter)
+def _missing(weight: nn.Parameter | AdaptedWeight) -> Tensor:
+    return _spread(torch.nan, weight)
+
+
+def _spread(number: float, weight: nn.Parameter | AdaptedWeight) -> Tensor:
+    """A number in the shape of a weight, without its memory."""
+    return torch.full((1,) * len(weight.shape), number).expand(weight.shape)
 
 
 def _untested(reasons: dict[CircuitKey, str]) -> list[Untested]:

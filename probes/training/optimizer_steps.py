@@ -39,8 +39,7 @@ class OptimizerSteps:
             begin: Called before a step; it returns whether the gradients are wanted.
             end: Called after a step.
         """
-        # Of a parameter that was deleted, the id may be that of another one later.
-        self._names = WeakIdKeyDictionary({parameter: name for name, parameter in named})
+        self.name(named)
         self.gradients: dict[int, Tensor] = {}
         self.seen = self.stepped = False
         self._begin, self._end = begin, end
@@ -50,6 +49,15 @@ class OptimizerSteps:
         self._outer: dict[Optimizer, tuple[FrameType, dict[int, Tensor]]] = {}
         self._wants = self._is_begun = False
         self._after_step: list[tuple[Tensor, tuple[int, int] | None]] = []
+
+    def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Name the parameters anew, where the model has got others.
+
+        Args:
+            named: The parameters with their names.
+        """
+        # Of a parameter that was deleted, the id may be that of another one later.
+        self._names = WeakIdKeyDictionary({parameter: name for name, parameter in named})
 
     def watch(self) -> None:
         """Watch from now on, until it is closed or for as long as this object exists."""
@@ -91,6 +99,20 @@ class OptimizerSteps:
         """Forget the step that was taken last, and its gradients; the next optimizer that steps begins a new one."""
         self.gradients, self.stepped = {}, False
         self._done, self._is_begun = set(), False
+
+    def is_trained(self) -> bool:
+        """Return whether any of the parameters is trained."""
+        return any(parameter.requires_grad for parameter in self._names)
+
+    def has_gradients(self, copied: bool = False) -> bool:
+        """Return whether any gradient of the parameters is not zero; NaN does not count.
+
+        Args:
+            copied: Whether to ask the gradients that were copied before the step, in place of the current ones.
+        """
+        current = (parameter.grad for parameter in self._names)
+        gradients = self.gradients.values() if copied else current
+        return any(bool((gradient.nan_to_num(0.0) != 0).any()) for gradient in gradients if gradient is not None)
 
     def has_new_gradients(self) -> bool:
         """Return whether there are gradients that were computed after the optimizers' last step."""

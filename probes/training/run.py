@@ -15,6 +15,7 @@ from ...circuits.checkpoints.runs import Checkpoint
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.layer_keys import LayerKey
 from ...circuits.weights.source import LayersInMemory
+from .adapter_changes import ADAPTER_QUANTITIES, AdapterChanges
 from .log_filter import RowLog
 from .model import CircuitKey, LiveModel
 from .store import LiveStore, MemoryStore
@@ -60,6 +61,7 @@ class LiveRun:
         """
         self.model = model
         self._view, self._directions, self._log = view, directions, log
+        self._adapters = AdapterChanges(model, view)
         self._name = model.name
         self._source = f"live: {self._name}"
         identity = None if directions is None else {"name": directions.name, "hash": directions.fingerprint()}
@@ -143,11 +145,13 @@ class LiveRun:
 
     def _measured(self, current: Opened, quantities: StepQuantities) -> list[dict[str, Any]]:
         rows = [row for parts in self._comparable(current) for row in self._rows_of(*parts)]
+        adapted = self._adapters.quantities(current.weights.layers())
         columns = dict.fromkeys(column for row in rows for column in row)
-        missing: dict[str, Any] = dict.fromkeys((*columns, *STEP_QUANTITIES))
+        missing: dict[str, Any] = dict.fromkeys((*columns, *STEP_QUANTITIES, *(ADAPTER_QUANTITIES if adapted else ())))
         measured = []
         for row in rows:
-            of_circuit = quantities.get((row["stack"], row["layer"], row["circuit"]), {})
+            key = row["stack"], row["layer"], row["circuit"]
+            of_circuit = quantities.get(key, {}) | adapted.get(key, {})
             measured.append(missing | row | {name: values[row["head"]] for name, values in of_circuit.items()})
         return measured
 
