@@ -43,7 +43,7 @@ Five things to do first:
 
 The names in groups:
 
-    The algebra of a circuit       Circuit, ThinSVD, measure
+    The algebra of a circuit       Circuit, ThinSVD, measure, measure_change
     Its preconditioner             Preconditioner, Eigenvalues, agreement, Agreement, exact_step, imbalance
     The weights of one layer       AttentionWeights, AttentionFacts, Norm, HeadNorm, Rotary, Basis, BASES
     Circuits of several layers     composition_scores, LayerComposition
@@ -63,6 +63,7 @@ from typing import TYPE_CHECKING
 from .public_names import lazy_face
 
 if TYPE_CHECKING:
+    from .algebra.change import measure_change
     from .algebra.circuit import Circuit
     from .algebra.measure import measure
     from .algebra.preconditioner import Agreement, Eigenvalues, Preconditioner, agreement, exact_step, imbalance
@@ -113,6 +114,7 @@ __all__ = [
     "imbalance",
     "inspect_checkpoint",
     "measure",
+    "measure_change",
     "open_checkpoint",
     "open_model",
     "read_mapping",

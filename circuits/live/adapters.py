@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QkovError
-from .merging import merged, unmerged
+from .merging import merged, merges_whole, unmerged
+
 
 class AdaptedLayer:
     """A module of PEFT around a layer whose weights it changes.
@@ -78,7 +79,6 @@ class AdaptedWeight:
         """The weight's name in the model, for messages."""
         return f"{self.layer.label}.{self.name}"
 
-
     def demand_readable(self) -> None:
         """Refuse a weight where a parameter is wanted.
 
@@ -109,7 +109,9 @@ def adapted_names(model: Any) -> frozenset[str]:
         is_layer = _is_layer(module)
         base = module.get_base_layer() if is_layer else module.original_module
         at = f"{path}{'.base_layer' * len(list(_chain(module))) if is_layer else '.original_module'}"
-        names |= {_plain_name(f"{at}.{name}", found, on=False) for name, _ in base.named_parameters(recurse=not is_layer)}
+        names |= {
+            _plain_name(f"{at}.{name}", found, on=False) for name, _ in base.named_parameters(recurse=not is_layer)
+        }
     return frozenset(name for name in names if name is not None)
 
 
@@ -151,7 +153,7 @@ def with_adapters(model: nn.Module, state: Dictionary[str, Tensor], on: bool = T
             entries[plain] = tensor
     for path, module in found.items():
         # A module around another one of PEFT states its weights together with those of the inner ones.
-        if _is_layer(module) and without_base_layer(model, path) == path:
+        if _is_layer(module) and _is_outermost(path, found):
             entries.update(_adapted(path, module, found, state, on))
     return entries
 
@@ -174,18 +176,21 @@ def _adapted(
     own = [
         (f"{path}.{name}", parameter)
         for name, parameter in module.named_parameters()
-        if not name.startswith("base_layer." * len(chain))
+        if _plain_name(f"{path}.{name}", found, on) is None
     ]
-    names = {name: tuple(parameter.shape) for name, parameter in base.named_parameters(recurse=False)}
+    names = {
+        name: (tuple(parameter.shape), name.replace(".base_layer", ""))
+        for name, parameter in base.named_parameters(recurse=merges_whole(module))
+        if _plain_name(f"{at}{name}", found, on) is not None
+    }
     if "bias" not in names and any(any(getattr(layer, "lora_bias", {}).values()) for layer in chain):
-        names["bias"] = (module.out_features,)
+        names["bias"] = (module.out_features,), "bias"
     layer = AdaptedLayer(module, _plain_name(path, found, on) or path, is_off)
-    for name, shape in names.items():
-        whole = _plain_name(f"{at}{name}", found, on)
-        if whole is not None:
-            parameter = state.get(f"{at}{name}")
-            own_base = [(f"{at}{name}", parameter)] if isinstance(parameter, nn.Parameter) else []
-            yield whole, AdaptedWeight(layer, name, parameter, (*own, *own_base), torch.Size(shape))
+    for name, (shape, in_layer) in names.items():
+        parameter = state.get(f"{at}{name}")
+        own_base = [(f"{at}{name}", parameter)] if isinstance(parameter, nn.Parameter) else []
+        whole = _plain_name(f"{at}{name}", found, on) or name
+        yield whole, AdaptedWeight(layer, in_layer, parameter, (*own, *own_base), torch.Size(shape))
 
 
 def _plain_name(name: str, found: dict[str, Any], on: bool) -> str | None:
@@ -214,6 +219,12 @@ def _place_of_base(module: Any, on: bool) -> list[str]:
     active = [name for name in module.active_adapters if name in trained]
     is_copied = on and not module.disable_adapters and active
     return ["modules_to_save", active[0]] if is_copied else ["original_module"]
+
+
+def _is_outermost(path: str, found: dict[str, Any]) -> bool:
+    """Return whether no layer of PEFT around a layer states its weights together with its own."""
+    around = [path[:at] for at in range(len(path)) if path.startswith(".base_layer", at)]
+    return not any(outer in found and (path == f"{outer}.base_layer" or merges_whole(found[outer])) for outer in around)
 
 
 def _chain(module: Any) -> Iterator[Any]:

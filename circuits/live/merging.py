@@ -63,7 +63,12 @@ def unmerged(layer: Any) -> dict[str, Tensor]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         twin.unmerge()
-    return _parameters(twin.get_base_layer())
+    return _parameters(twin.get_base_layer(), recurse=merges_whole(twin))
+
+
+def merges_whole(layer: Any) -> bool:
+    """Return whether PEFT merges a layer together with the layers inside, as it does a torch.nn.MultiheadAttention."""
+    return hasattr(layer, "unload_and_optionally_merge_module")
 
 
 def copied(module: Any) -> Any:
@@ -93,8 +98,9 @@ def copied(module: Any) -> Any:
 
 
 def _merge(twin: Any) -> dict[str, Tensor]:
-    if hasattr(twin, "unload_and_optionally_merge_module"):
-        return _parameters(twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None))
+    if merges_whole(twin):
+        whole = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        return _parameters(whole, recurse=True)
     base, layer = twin.get_base_layer(), twin
     if any(getattr(twin, "lora_bias", {}).values()) and base.bias is None:
         base.bias = nn.Parameter(torch.zeros(twin.out_features, dtype=torch.float64), requires_grad=False)
@@ -117,8 +123,9 @@ def _demand_same(outputs: Tensor, inputs: Tensor, matrix: Tensor, bias: Tensor |
         )
 
 
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
+def _parameters(module: nn.Module, recurse: bool = False) -> dict[str, Tensor]:
+    named = module.named_parameters(recurse=recurse)
+    return {name.replace(".base_layer", ""): parameter.detach() for name, parameter in named}
 
 
 def _parameter(value: Tensor | None, name: str) -> nn.Parameter | None:

@@ -179,9 +179,7 @@ class LiveModel:
     def _in_basis(self, opened: AttentionSource) -> LayersInMemory:
         return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
 
-    def _read(
-        self, value: Callable[[nn.Parameter], Tensor], adapted: Callable[[AdaptedWeight], Entry]
-    ) -> Factors:
+    def _read(self, value: Callable[[nn.Parameter], Tensor], adapted: Callable[[AdaptedWeight], Entry]) -> Factors:
         if self._parameters is None:
             return {}
         return {

@@ -31,6 +31,8 @@ def reader(tmp_path_factory) -> Reader:
     return Reader(tmp_path_factory.mktemp("reader") / "scratch")
 
 
+# PEFT looks at an attribute of transformers' models that warns.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", sorted(set(PAGES) - TALK_ONLY))
 def test_what_the_page_says_to_type_works(name, reader, tmp_path):
     ran = 0

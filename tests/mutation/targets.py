@@ -31,6 +31,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "circuits/checkpoints/views/effective.py": _tests("circuits", "effective_weights"),
     "circuits/architectures/layouts.py": _tests("circuits", "layouts", "heads", "mapping", "live_models"),
     "circuits/reading/layer.py": _tests("circuits", "mapping", "heads", "reading", "transformer_lens_files"),
+    "circuits/algebra/change.py": _tests("circuits", "change", "adapters"),
+    "circuits/live/adapters.py": _tests("circuits", "adapters"),
+    "circuits/live/merging.py": _tests("circuits", "adapters"),
     "circuits/live/tensors.py": _tests("circuits", "live_models", "transformer_lens"),
     "circuits/live/hooked_blocks.py": _tests("circuits", "transformer_lens"),
     "circuits/live/hooked_facts.py": _tests("circuits", "hooked_facts", "transformer_lens"),
@@ -129,10 +132,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reports/watching/content.py": _tests("reports", "watching"),
     "reports/watching/reading.py": _tests("reports", "watching"),
     "probes/training/log_filter.py": _tests("probes", "loggers"),
+    "probes/training/adapter_changes.py": _tests("probes", "adapters_in_training"),
     "probes/training/circuit_probe.py": _tests(
         "probes", "circuit_probe", "training_loops", "circuit_probe_models", "circuit_probe_store"
     ),
-    "probes/training/model.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_models"),
+    "probes/training/model.py": _tests(
+        "probes", "circuit_probe", "training_loops", "circuit_probe_models", "adapters_in_training"
+    ),
     "probes/training/optimizer_steps.py": _tests("probes", "training_loops", "circuit_probe"),
     "probes/training/run.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_store"),
     "probes/training/schedule.py": _tests("probes", "training_loops"),
