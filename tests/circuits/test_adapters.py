@@ -212,7 +212,7 @@ def test_attention_modules_of_torch_are_read_with_their_adapters():
     assert changed_weights(model) == set(WEIGHTS)
     x = torch.randn(2, 5, 8, dtype=torch.float64)
     torch.testing.assert_close(model(x), merged(x), rtol=1e-12, atol=1e-12)
-    output = LiveParameters(model).tensors()["base_model.model.attention.out_proj.weight"]
+    output: Any = LiveParameters(model).tensors()["base_model.model.attention.out_proj.weight"]
     names = [name.removeprefix("base_model.model.attention.base_layer.out_proj.") for name, _ in output.parts]
     assert {"lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"} <= set(names)
 

@@ -1,6 +1,7 @@
 """The change of a circuit: closed forms, dense matrices, and a rank that rounding does not raise."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def low_rank(like: torch.Tensor, rank: int, size: float, seed: int = 1) -> torch
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-8])
 @pytest.mark.parametrize("ranks", [(0, 2), (1, 0), (2, 1)])
 def test_every_quantity_is_that_of_the_dense_difference(size, ranks):
-    base = factors()
+    base: Any = factors()
     of_left, of_right = low_rank(base.left, ranks[0], size), low_rank(base.right, ranks[1], size, 2)
     values = measure_change(Circuit(base.left + of_left, base.right + of_right), base)
     assert tuple(values) == CHANGE_QUANTITIES

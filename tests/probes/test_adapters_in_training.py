@@ -172,7 +172,7 @@ def test_a_probe_follows_a_model_through_adapters_and_their_merging():
     merged.requires_grad_()
     trained(merged, torch.optim.SGD(merged.parameters(), 0.0), 3)
     assert probe.steps == 3
-    rows = probe.table()
+    rows: Any = probe.table()
     assert rows.query("step == 0")[list(ADAPTER_QUANTITIES)].isna().all(axis=None)
     for row in rows.query("step == 3").to_dict("records"):
         place = row["layer"], row["head"], row["circuit"]
