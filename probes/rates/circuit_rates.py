@@ -1,41 +1,26 @@
 """Circuit learning rates for fused weights: the step of a circuit's entries is scaled after it was taken."""
 
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn, Unpack
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
-from .entries import MULTIPLIER, CircuitEntries, circuit_entries, circuit_multipliers, in_words, trainable
-from .proportional_steps import demand_proportional_steps
-
-
-@dataclass(eq=False)
-class _Scaled:
-    """Entries whose steps are scaled, and their values before the step."""
-
-    entries: CircuitEntries
-    multiplier: float
-    before: list[Tensor]
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        views = self.entries.views()
-        if not self.before or (self.before[0].device, self.before[0].dtype) != (views[0].device, views[0].dtype):
-            self.before = [torch.empty_like(view, memory_format=torch.contiguous_format) for view in views]
-        for kept, view in zip(self.before, views, strict=True):
-            kept.copy_(view)
-
-    @torch.no_grad()
-    def scale(self) -> None:
-        for kept, view in zip(self.before, self.entries.views(), strict=True):
-            view.copy_(kept.lerp_(view, self.multiplier))
+from ...circuits.weights.layer_keys import LayerKey
+from ..step_calls import call_of_step, is_running
+from .descriptions import lines_of_circuit
+from .entries import CircuitEntries, CircuitName, circuit_entries, in_words
+from .group_ratios import MULTIPLIER
+from .multipliers import HeadMultipliers, Multipliers, demand_multipliers
+from .proportional_steps import proportional_steps
+from .scaled_entries import ScaledEntries
 
 
 class CircuitRates:
@@ -47,12 +32,25 @@ class CircuitRates:
 
     which is the step that a separate rate would have made, for every optimizer that moves each entry separately and in
     proportion to its rate: among them SGD, momentum, Nesterov, Adam, AdamW, RMSprop and Adagrad, under any schedule.
-    Scaling gradients would not do the same, since Adam divides the scale out again. Whether an optimizer is of this
-    kind is tested on a small tensor when the rates are created. Weight decay is part of the step, as it is in a
-    parameter group: a circuit at 30 times the rate decays 30 times as fast.
+    Where all entries of a parameter have one multiplier, as in models with W_Q and W_K apart, it is enough that the
+    optimizer moves each parameter in proportion to its rate, as Muon does. Scaling gradients would not do the same,
+    since Adam divides the scale out again. Whether an optimizer is of either kind is tested on small tensors when the
+    rates are created. Weight decay is part of the step, as it is in a parameter group: a circuit at 30 times the rate
+    decays 30 times as fast.
 
         with CircuitRates(optimizer, model, qk=30.0):
             train(model, optimizer)
+
+    Multipliers may differ by layer and by head:
+
+        CircuitRates(optimizer, model, qk={0: 10.0, (3, 5): 30.0})  # layer 0, and head 5 of layer 3
+        CircuitRates(optimizer, model, qk=torch.full((layers, heads), 30.0))
+
+    The multiplier of a head is that of its part of W_Q and W_K, or of W_V and W_O. Heads that share keys and values
+    (grouped heads) share W_K and W_V, so their multipliers have to be equal; b_O belongs to all heads of a layer.
+
+    Layers may be frozen and unfrozen at any time, and parameters added to the optimizers: at each step those are scaled
+    that are trained then. What cannot be scaled when it comes later is told once, and learns at the base rate.
 
     The result equals that of `circuit_parameter_groups` up to rounding: the optimizer rounds p once a step, by at most
     half a unit in its last place, and this error is multiplied too: 6e-8 |p| times the multiplier per step in float32.
@@ -67,15 +65,15 @@ class CircuitRates:
     of the entries of each circuit whose multiplier is not 1.
 
     Attributes:
-        multipliers: The multiplier of each circuit by its name.
+        multipliers: The multipliers of each circuit by its name, as they were given.
     """
 
     def __init__(
         self,
         optimizer: Optimizer | Sequence[Optimizer],
         model: nn.Module,
-        qk: float = 30.0,
-        ov: float = 1.0,
+        qk: Multipliers = 30.0,
+        ov: Multipliers = 1.0,
         *,
         biases: bool = False,
         options: ReadingOptions | Mapping | None = None,
@@ -86,30 +84,45 @@ class CircuitRates:
         Args:
             optimizer: The optimizer that trains the model, or several that train it together.
             model: The model, whose attention is found as `open_model` finds it.
-            qk: The multiplier of the rate of the QK circuit.
-            ov: The multiplier of the rate of the OV circuit.
+            qk: The multiplier of the rate of the QK circuit: a number; a tensor [layer] or [layer, head]; or a mapping
+                to numbers from layers (numbers; with several stacks (stack, number), or names such as "encoder layer
+                3") and from heads, (layer, head) or (stack, layer, head). A layer may have a list of one number for
+                each head, too. Layers and heads that it does not name have 1.
+            ov: The same for the OV circuit.
             biases: Whether b_Q and b_K learn at the rate of QK, and b_V and b_O at that of OV.
             options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
-            CallError: A multiplier is not a finite number above 0; a parameter is in no optimizer, already has its own
-                rate, has half precision or is spread over processes; or the optimizer's step is not in proportion to
-                the rate.
+            CallError: A multiplier is not a finite number above 0, or names a layer or a head that is not there; heads
+                that share weights have different multipliers; a parameter is trained and in no optimizer, already has
+                its own rate, has half precision or is spread over processes; or the optimizer's step is not in
+                proportion to the rate.
             QkovError: No attention is found.
         """
-        multipliers = circuit_multipliers(qk, ov)
-        entries = circuit_entries(model, reading_options(options, reading, ModelKeywords), biases)
-        to_scale = [part for part in trainable(entries, multipliers) if multipliers[part.circuit] != 1]
-        self.multipliers = multipliers
-        self._entries = entries
-        self._scaled = [(each, _of_optimizer(each, to_scale, multipliers)) for each in _listed(optimizer)]
-        _demand_all(to_scale, [part for _, parts in self._scaled for part in parts])
+        demand_multipliers(qk, ov)
+        self._entries = circuit_entries(model, reading_options(options, reading, ModelKeywords), biases)
+        self.multipliers: dict[CircuitName, Multipliers] = {"QK": qk, "OV": ov}
+        self._of_heads = HeadMultipliers(self._entries, qk, ov)
+        self._of_heads.demand_one_each(self._entries)
+        self._scaled = [ScaledEntries(part, self._of_heads) for part in self._entries]
+        self._optimizers = _listed(optimizer)
+        self._accepted: dict[int, Optimizer] = {}
+        self._refused: dict[int, str] = {}
+        self._kinds: list[tuple[dict[str, Any], str]] = []
+        self._calls: dict[Optimizer, tuple[FrameType, list[ScaledEntries]]] = {}
+        self._told: set[str] = set()
         self._handles = []
+        wanted = self._wanted()
+        for part in wanted:
+            self._accept(part)
+        _demand_all([part.entries for part in wanted if id(part) not in self._accepted])
         _ACTIVE.add(self)
-        for each, parts in self._scaled:
-            if parts:
-                self._handles += [each.register_step_pre_hook(self._keep), each.register_step_post_hook(self._scale)]
+        if any(part.is_scaled for part in self._scaled):
+            for each in self._optimizers:
+                # A compiled step calls them as they are.
+                keep, scale = torch.compiler.disable(self._keep), torch.compiler.disable(self._scale)
+                self._handles += [each.register_step_pre_hook(keep), each.register_step_post_hook(scale)]
 
     def scales(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
         """Return whether the steps that an optimizer makes with a parameter are scaled.
@@ -118,21 +131,21 @@ class CircuitRates:
             optimizer: The optimizer.
             parameter: The parameter.
         """
-        return any(part.entries.parameter is parameter for part in self._of(optimizer))
+        return any(
+            part.entries.parameter is parameter and self._accepted.get(id(part)) is optimizer for part in self._wanted()
+        )
 
     def describe(self) -> str:
         """Return a text that states which tensors learn at how many times the base rate."""
-        lines = []
-        for circuit, multiplier in self.multipliers.items():
-            trained = [part for part in self._entries if part.circuit == circuit and part.parameter.requires_grad]
-            count = sum(part.count for part in trained)
-            size = sum(part.parameter.numel() for part in trained)
-            of_size = "" if count == size else f" of {size:,}"
-            lines.append(
-                f"{circuit}: {multiplier:g} times the base rate, {count:,}{of_size} entries in "
-                f"{in_words(part.name for part in trained)}"
-            )
+        at_base = {id(part.entries) for part in self._scaled if id(part) in self._refused}
+        trained = [part for part in self._entries if part.parameter.requires_grad and id(part) not in at_base]
+        lines = [
+            line
+            for circuit in self.multipliers
+            for line in lines_of_circuit(circuit, [part for part in trained if part.circuit == circuit], self._of_heads)
+        ]
         lines.append("rest: the base rate")
+        lines += self._refused.values()
         frozen = {part.name: None for part in self._entries if not part.parameter.requires_grad}
         if frozen:
             lines.append(f"left out because they are frozen: {in_words(frozen)}")
@@ -141,7 +154,7 @@ class CircuitRates:
     def remove(self) -> None:
         """Remove the hooks and free the copies. Calling it again is harmless."""
         # First, so that hooks that an interrupt leaves in place scale nothing.
-        self._scaled = []
+        self._scaled, self._calls = [], {}
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -159,16 +172,106 @@ class CircuitRates:
         """Refuse to be copied or pickled, since a copy would scale nothing."""
         raise CallError("CircuitRates cannot be copied or saved: create new ones for the copied or loaded optimizer")
 
-    def _of(self, optimizer: Optimizer) -> list[_Scaled]:
-        return [part for other, parts in self._scaled if other is optimizer for part in parts]
+    def _set_multiplier(self, circuit: CircuitName, layer: LayerKey, head: int, multiplier: float) -> None:
+        """Change the multiplier of one head from the next step on; weights that heads share have the lowest of theirs.
+
+        Args:
+            circuit: QK or OV.
+            layer: The stack and the number of the layer.
+            head: The query head.
+            multiplier: The new multiplier.
+        """
+        self._of_heads.set(circuit, layer, head, multiplier)
+        for part in self._scaled:
+            if part.entries.circuit == circuit and any(block.layer == layer for block in part.entries.blocks):
+                part.refresh(self._of_heads)
+
+    def _wanted(self) -> list[ScaledEntries]:
+        """The entries that are trained now and have a rate of their own."""
+        return [part for part in self._scaled if part.is_scaled and part.entries.parameter.requires_grad]
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
-        for part in self._of(optimizer):
+        caller, call = call_of_step(), self._calls.get(optimizer)
+        if call is not None and is_running(call[0], caller):
+            # `step` calls that of its base class, and may have moved something before.
+            for part in call[1]:
+                part.scale()
+            return
+        self._tell_untrained()
+        self._examine_newcomers()
+        parts = [part for part in self._wanted() if self._accepted.get(id(part)) is optimizer]
+        self._calls[optimizer] = caller, parts
+        for part in parts:
             part.keep()
 
     def _scale(self, optimizer: Optimizer, *_: Any) -> None:
-        for part in self._of(optimizer):
+        caller, parts = self._calls.get(optimizer, (None, []))
+        for part in parts:
             part.scale()
+        if caller is call_of_step():
+            del self._calls[optimizer]
+
+    def _examine_newcomers(self) -> None:
+        """Accept entries that are trained only now, and say of which that is not possible."""
+        refused, without = [], []
+        for part in self._wanted():
+            if id(part) in self._accepted or id(part) in self._refused:
+                continue
+            name = part.entries.name
+            try:
+                self._accept(part)
+            except CallError as error:
+                self._refused[id(part)] = f"at the base rate: {name}, since {error}"
+                refused.append(f"{name} is trained from now on, and learns at the base rate: {error}")
+            else:
+                without += [] if id(part) in self._accepted else [name]
+        if refused:
+            others = f" (and {len(refused) - 1} more, see describe())" if len(refused) > 1 else ""
+            self._tell(f"{refused[0]}{others}")
+        if without:
+            self._tell(
+                f"{in_words(without)} is trained now, and held by none of the optimizers that CircuitRates was given, "
+                f"so its steps are not scaled: add it to one of them, or create new rates with all optimizers"
+            )
+
+    def _accept(self, part: ScaledEntries) -> None:
+        """Note which optimizer moves the entries, if any does, once it is known that they can be scaled.
+
+        Raises:
+            CallError: They cannot.
+        """
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if any(parameter is part.entries.parameter for parameter in group["params"]):
+                    _demand_free(optimizer, group, part.entries)
+                    if self._kind(optimizer, group) == "tensors":
+                        _demand_whole(optimizer, part)
+                    self._accepted[id(part)] = optimizer
+                    return
+
+    def _kind(self, optimizer: Optimizer, group: dict[str, Any]) -> str:
+        """What moves in proportion to the rate: each entry, or each tensor; it is found out once for each group."""
+        for known, kind in self._kinds:
+            if known is group:
+                return kind
+        kind = proportional_steps(optimizer, group, [parameter.ndim for parameter in group["params"]])
+        self._kinds.append((group, kind))
+        return kind
+
+    def _tell_untrained(self) -> None:
+        """Say at the first step that nothing of a circuit is trained; it may be unfrozen later."""
+        for circuit in self.multipliers:
+            of_circuit = [part.entries for part in self._scaled if part.is_scaled and part.entries.circuit == circuit]
+            if of_circuit and not any(part.parameter.requires_grad for part in of_circuit):
+                self._tell(
+                    f"no parameter of the {circuit} circuit is trained, so CircuitRates scales nothing of it until one "
+                    f"is unfrozen: {in_words(part.name for part in of_circuit)}"
+                )
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, stacklevel=5)
 
 
 #: The rates whose hooks are in place; the optimizers' hooks keep them alive.
@@ -181,27 +284,9 @@ def _listed(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise CallError(f"expected a torch.optim.Optimizer, or several in a list, got {type(each).__name__}")
+        if isinstance(getattr(each, "optimizer", None), Optimizer):
+            raise CallError(f"{type(each).__name__} wraps another optimizer: give that one, its .optimizer")
     return optimizers
-
-
-def _of_optimizer(
-    optimizer: Optimizer, entries: Iterable[CircuitEntries], multipliers: dict[str, float]
-) -> list[_Scaled]:
-    """The entries that an optimizer moves, once it is known that they can be scaled."""
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        raise CallError(f"{type(optimizer).__name__} wraps another optimizer: give that one, its .optimizer")
-    by_parameter = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    scaled, tested = [], []
-    for part in entries:
-        group = by_parameter.get(id(part.parameter))
-        if group is None:
-            continue
-        _demand_free(optimizer, group, part)
-        if not any(group is other for other in tested):
-            demand_proportional_steps(optimizer, group)
-            tested.append(group)
-        scaled.append(_Scaled(part, multipliers[part.circuit], []))
-    return scaled
 
 
 def _demand_free(optimizer: Optimizer, group: dict[str, Any], entries: CircuitEntries) -> None:
@@ -224,11 +309,25 @@ def _demand_free(optimizer: Optimizer, group: dict[str, Any], entries: CircuitEn
         raise CallError(f"the steps of {name} are already scaled by another CircuitRates: remove() that first")
 
 
-def _demand_all(entries: list[CircuitEntries], scaled: list[_Scaled]) -> None:
-    moved = {id(part.entries.parameter) for part in scaled}
-    missing = [part.name for part in entries if id(part.parameter) not in moved]
+def _demand_whole(optimizer: Optimizer, part: ScaledEntries) -> None:
+    """Refuse parts of a parameter whose optimizer moves only whole parameters in proportion to the rate."""
+    if part.entries.is_whole and not isinstance(part.multipliers, torch.Tensor):
+        return
+    name, kind = part.entries.name, type(optimizer).__name__
+    holds = (
+        f"{name} holds heads with different multipliers"
+        if part.entries.is_whole
+        else f"{name} holds W_{part.entries.circuit} fused with other weights"
+    )
+    raise CallError(
+        f"{kind} does not move each entry separately, but each parameter as a whole, and {holds}: keep them as "
+        f"parameters of their own, or use an optimizer such as AdamW"
+    )
+
+
+def _demand_all(missing: list[CircuitEntries]) -> None:
     if missing:
         raise CallError(
-            f"the optimizer does not hold {in_words(missing)}: give the optimizer that does, or all of them in a list "
-            f"if several train the model"
+            f"the optimizer does not hold {in_words(part.name for part in missing)}: give the optimizer that does, or "
+            f"all of them in a list if several train the model"
         )

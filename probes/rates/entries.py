@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal
 
 import torch
@@ -15,18 +15,42 @@ from ...circuits.errors import CallError, QkovError
 from ...circuits.live.parameters import LiveParameters
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.attention_weights import AttentionWeights
+from ...circuits.weights.layer_keys import LayerKey
 
 CircuitName = Literal["QK", "OV"]
 
 WEIGHTS: dict[CircuitName, tuple[str, ...]] = {"QK": ("W_Q", "W_K", "W_QK"), "OV": ("W_V", "W_O", "W_OV")}
 BIASES: dict[CircuitName, tuple[str, ...]] = {"QK": ("b_Q", "b_K"), "OV": ("b_V", "b_O")}
 
-#: The key of a parameter group that holds its multiple of the base rate.
-MULTIPLIER = "multiplier"
-
 #: The number of the first slice. No weight is as large, so a smaller number is a weight and not the number of a slice;
 #: from here on float64 still holds every integer exactly.
 _FIRST_NUMBER = 2.0**40
+
+
+#: The layer, the weight, and the query heads that use one head's part of it.
+_Head = tuple[LayerKey, str, range]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadBlock:
+    """The entries of one parameter that are one head's part of one weight.
+
+    Attributes:
+        layer: The stack and the number of the layer.
+        weight: The name of the weight, such as W_Q.
+        heads: The query heads that use it: several where heads share keys and values, and all of them for b_O.
+        slices: The indices along each dimension of the parameter, as ranges.
+    """
+
+    layer: LayerKey
+    weight: str
+    heads: range
+    slices: tuple[tuple[range, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of entries."""
+        return math.prod(sum(map(len, ranges)) for ranges in self.slices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +63,7 @@ class CircuitEntries:
         circuit: The circuit to which they belong.
         dimension: The dimension along which a fused parameter is divided.
         ranges: The ranges of indices along that dimension.
+        blocks: The same entries, head by head.
     """
 
     name: str
@@ -46,6 +71,7 @@ class CircuitEntries:
     circuit: CircuitName
     dimension: int
     ranges: tuple[range, ...]
+    blocks: tuple[HeadBlock, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -86,60 +112,18 @@ def circuit_entries(model: nn.Module, options: ReadingOptions | None, biases: bo
         return list(_entries_of_single_layer(model))
     live = LiveParameters(model, options)
     numbering = _SliceNumbers(model)
-    indices: dict[tuple[int, CircuitName], list[set[int]]] = {}
+    found: dict[tuple[int, CircuitName], dict[_Head, list[tuple[range, ...]]]] = {}
     for dimension in range(numbering.dimensions):
         numbered = live.read(lambda parameter, along=dimension: numbering.along(parameter, along))
         for layer in numbered.layers():
             for circuit, name, numbers in _tensors_of_circuits(layer, biases):
-                for parameter, slices in numbering.decoded(numbers, f"{name} of {layer.label}"):
-                    key = parameter, circuit
-                    indices.setdefault(key, [set() for _ in range(numbering.dimensions)])[dimension] |= slices
-    entries = [numbering.entries(parameter, circuit, slices) for (parameter, circuit), slices in indices.items()]
+                for heads, of_head in _by_head(layer, name, numbers):
+                    for parameter, slices in numbering.decoded(of_head, f"{name} of {layer.label}"):
+                        head = (layer.stack, layer.layer), name, heads
+                        found.setdefault((parameter, circuit), {}).setdefault(head, []).append(slices)
+    entries = [numbering.entries(parameter, circuit, slices) for (parameter, circuit), slices in found.items()]
     _demand_disjoint(entries)
     return entries
-
-
-def trainable(entries: list[CircuitEntries], multipliers: dict[str, float]) -> list[CircuitEntries]:
-    """Return the entries whose parameters are trained.
-
-    Args:
-        entries: The entries of both circuits.
-        multipliers: The multiplier of each circuit.
-
-    Raises:
-        CallError: No parameter of a circuit is trained although its multiplier is not 1.
-    """
-    trained = [part for part in entries if part.parameter.requires_grad]
-    for circuit, multiplier in multipliers.items():
-        if multiplier != 1 and not any(part.circuit == circuit for part in trained):
-            frozen = in_words(part.name for part in entries if part.circuit == circuit)
-            cause = f"its parameters are frozen: {frozen}" if frozen else "the model has none of its weights"
-            raise CallError(
-                f"no parameter of the {circuit} circuit is trained, so {multiplier:g} times the rate has no effect: "
-                f"{cause}"
-            )
-    return trained
-
-
-def circuit_multipliers(qk: float, ov: float) -> dict[str, float]:
-    """Return the multiplier of each circuit by its name.
-
-    Args:
-        qk: The multiplier of the QK circuit.
-        ov: The multiplier of the OV circuit.
-
-    Raises:
-        CallError: A multiplier is zero, negative, infinite or not a number.
-    """
-    for name, multiplier in (("qk", qk), ("ov", ov)):
-        if not (is_finite(multiplier) and multiplier > 0):
-            raise CallError(f"the multiplier {name} should be a finite number above 0, got {multiplier!r}")
-    return {"QK": qk, "OV": ov}
-
-
-def is_finite(value: object) -> bool:
-    """Return whether a value is a finite number; a string never is."""
-    return isinstance(value, Real) and math.isfinite(value)
 
 
 def in_words(names: Iterable[str]) -> str:
@@ -171,7 +155,7 @@ class _SliceNumbers:
         numbers = torch.arange(first, first + size, dtype=torch.float64)
         return numbers.view(size, *[1] * (parameter.ndim - dimension - 1)).expand(parameter.shape)
 
-    def decoded(self, numbers: Tensor, name: str) -> Iterator[tuple[int, set[int]]]:
+    def decoded(self, numbers: Tensor, name: str) -> Iterator[tuple[int, tuple[range, ...]]]:
         """Yield the index of each parameter to which the numbers belong, and the indices of its slices."""
         for axis, stride in enumerate(numbers.stride()):
             if stride == 0:
@@ -181,14 +165,18 @@ class _SliceNumbers:
             raise QkovError(f"{name} is kept in a buffer, not in a parameter, so no optimizer moves it")
         parameters = torch.div(numbers, self._longest, rounding_mode="floor").long()
         for index in parameters.unique().tolist():
-            yield index, set((numbers[parameters == index] - index * self._longest).long().tolist())
+            yield index, _ranges((numbers[parameters == index] - index * self._longest).long())
 
-    def entries(self, index: int, circuit: CircuitName, slices: list[set[int]]) -> CircuitEntries:
-        """The entries in those slices; every layout divides a parameter along one dimension at most."""
+    def entries(
+        self, index: int, circuit: CircuitName, by_head: Dictionary[_Head, Sequence[tuple[range, ...]]]
+    ) -> CircuitEntries:
+        """The entries in those slices; every layout divides a parameter among the circuits along one dimension."""
         parameter = self._parameters[index]
-        divided = (axis for axis, size in enumerate(parameter.shape) if len(slices[axis]) < size)
+        blocks = tuple(HeadBlock(*head, tuple(slices[: parameter.ndim])) for head, slices in by_head.items())
+        slices = [_joined(block.slices[axis] for block in blocks) for axis in range(parameter.ndim)]
+        divided = (axis for axis, size in enumerate(parameter.shape) if sum(map(len, slices[axis])) < size)
         dimension = next(divided, 0)
-        return CircuitEntries(self._names[index], parameter, circuit, dimension, _ranges(slices[dimension]))
+        return CircuitEntries(self._names[index], parameter, circuit, dimension, slices[dimension], blocks)
 
 
 def _tensors_of_circuits(layer: AttentionWeights, biases: bool) -> Iterator[tuple[CircuitName, str, Tensor]]:
@@ -199,22 +187,40 @@ def _tensors_of_circuits(layer: AttentionWeights, biases: bool) -> Iterator[tupl
                 yield circuit, name, tensor
 
 
+def _by_head(layer: AttentionWeights, name: str, numbers: Tensor) -> Iterator[tuple[range, Tensor]]:
+    """The parts of a weight or bias, each with the query heads that use it."""
+    if name == "b_O":
+        yield range(layer.heads), numbers
+        return
+    size = layer.heads // numbers.shape[0]
+    for index, of_head in enumerate(numbers):
+        yield range(index * size, (index + 1) * size), of_head
+
+
 def _entries_of_single_layer(model: SingleLayerAttention) -> Iterator[CircuitEntries]:
     circuits: dict[CircuitName, tuple[str, ...]] = {"QK": model.attention_names, "OV": model.output_names}
     for circuit, names in circuits.items():
         for name in names:
             parameter = model.get_parameter(name)
-            yield CircuitEntries(name, parameter, circuit, 0, (range(parameter.shape[0]),))
+            whole = [(range(size),) for size in parameter.shape]
+            blocks = tuple(
+                HeadBlock(("", 0), name, range(head, head + 1), (whole[0], (range(head, head + 1),), *whole[2:]))
+                for head in range(model.heads)
+            )
+            yield CircuitEntries(name, parameter, circuit, 0, whole[0], blocks)
 
 
-def _ranges(indices: set[int]) -> tuple[range, ...]:
-    ranges: list[range] = []
-    for index in sorted(indices):
-        if ranges and ranges[-1].stop == index:
-            ranges[-1] = range(ranges[-1].start, index + 1)
-        else:
-            ranges.append(range(index, index + 1))
-    return tuple(ranges)
+def _ranges(indices: Tensor) -> tuple[range, ...]:
+    """Indices in ascending order, as few ranges."""
+    ends = [*(indices.diff() != 1).nonzero()[:, 0].tolist(), len(indices) - 1]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    firsts, lasts = indices[starts].tolist(), indices[ends].tolist()
+    return tuple(range(first, last + 1) for first, last in zip(firsts, lasts, strict=True))
+
+
+def _joined(several: Iterable[tuple[range, ...]]) -> tuple[range, ...]:
+    distinct = set(several)
+    return _ranges(torch.tensor(sorted({index for ranges in distinct for part in ranges for index in part})))
 
 
 def _demand_disjoint(entries: list[CircuitEntries]) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...circuits.errors import CallError
+from ..step_calls import is_running
 from .step_hooks import unwatch_steps, watch_steps
 
 
@@ -133,7 +134,7 @@ class OptimizerSteps:
         Returns:
             The arguments with which the call goes on, if they are changed.
         """
-        if optimizer in self._outer and _is_running(self._outer[optimizer][0], caller):
+        if optimizer in self._outer and is_running(self._outer[optimizer][0], caller):
             return None
         own = self._parameters_of(optimizer)
         if not own:
@@ -253,16 +254,6 @@ def listed(optimizer: Any) -> list[Optimizer]:
     if not given:
         raise CallError("optimizer should be an optimizer, or several in a list, got an empty list")
     return list(dict.fromkeys(map(unwrapped, given)))
-
-
-def _is_running(frame: FrameType, caller: FrameType) -> bool:
-    """Return whether a frame is among the callers of another one; after an error it is not."""
-    above: FrameType | None = caller
-    while above is not None:
-        if above is frame:
-            return True
-        above = above.f_back
-    return False
 
 
 def _state(parameter: Tensor) -> tuple[int, int] | None:

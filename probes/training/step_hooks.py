@@ -1,6 +1,5 @@
 """One pair of torch's hooks on the steps of all optimizers, which hands them on to everyone who watches."""
 
-import sys
 import weakref
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
@@ -8,8 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-#: The file whose wrapper around `step` calls the hooks.
-_TORCH = register_optimizer_step_pre_hook.__code__.co_filename
+from ..step_calls import call_of_step
 
 
 @runtime_checkable
@@ -54,7 +52,7 @@ class _StepHooks:
         return [held for held in self._watchers if held() is not None]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        caller, arguments = _call_of_step(), None
+        caller, arguments = call_of_step(), None
         self._calls += 1
         try:
             for held in self._watchers:
@@ -67,7 +65,7 @@ class _StepHooks:
         return arguments
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        caller = _call_of_step()
+        caller = call_of_step()
         self._calls += 1
         try:
             for held in self._watchers:
@@ -97,12 +95,3 @@ def unwatch_steps(watcher: Watcher) -> None:
         watcher: The watcher.
     """
     _hooks.unwatch(watcher)
-
-
-def _call_of_step() -> FrameType:
-    """Return the frame of torch's wrapper around `step`, from which a hook is called; both hooks of a call share it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _TORCH:
-        frame = frame.f_back
-    assert frame is not None, "hooks of optimizers are called by torch"
-    return frame

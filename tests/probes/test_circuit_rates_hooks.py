@@ -63,7 +63,7 @@ def test_steps_are_scaled_until_the_end_of_the_block():
     optimizer = sgd(model)
     with CircuitRates(optimizer, model, 30.0) as rates:
         assert_factor(moved(model, optimizer), 30)
-        kept = [weakref.ref(tensor) for _, scaled in rates._scaled for one in scaled for tensor in one.before]
+        kept = [weakref.ref(tensor) for one in rates._scaled for tensor in one.before]
         assert sum(tensor().numel() for tensor in kept) == 2 * 2 * D_MODEL**2
     assert_factor(moved(model, optimizer), 1)
     gc.collect()
@@ -148,7 +148,7 @@ def test_the_copies_are_made_once():
     rates = CircuitRates(optimizer, model, ov=2.0)
 
     def kept() -> list[int]:
-        return [tensor.data_ptr() for _, scaled in rates._scaled for one in scaled for tensor in one.before]
+        return [tensor.data_ptr() for one in rates._scaled for tensor in one.before]
 
     train(model, optimizer, 1)
     first = kept()
@@ -158,7 +158,7 @@ def test_the_copies_are_made_once():
     train(model, sgd(model), 1)
     optimizer.state.clear()
     train(model, optimizer, 1)
-    assert all(one.before[0].dtype == torch.float32 for _, scaled in rates._scaled for one in scaled)
+    assert all(one.before[0].dtype == torch.float32 for one in rates._scaled)
 
 
 def test_a_closure_makes_the_gradients_of_the_step():
