@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 #: The key of a parameter group that holds its multiple of the base rate.
 MULTIPLIER = "multiplier"
@@ -85,28 +86,48 @@ def _name(group: dict[str, Any]) -> str:
 
 
 class _Watch:
-    """Compares the groups of every optimizer before each step, and warns once of each that leaves its ratio."""
+    """Compares the groups of every optimizer before each step, and warns once of each that leaves its ratio.
+
+    Groups that one call of `circuit_parameter_groups` made are compared across optimizers as well, where these have
+    taken the same number of steps.
+    """
 
     def __init__(self) -> None:
         self._told: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._is_watching = False
+        self._makers = WeakIdKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[dict[str, Any]]]]
+        self._steps = weakref.WeakKeyDictionary()
+        self._calls = 0
 
-    def begin(self) -> None:
-        """Watch all optimizers from now on, for good, since optimizers can be copied and loaded at any time."""
-        if not self._is_watching:
-            self._is_watching = True
+    def begin(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Watch all optimizers from now on, for good, since optimizers can be copied and loaded at any time.
+
+        Args:
+            groups: The groups that one call made.
+        """
+        if not self._calls:
             register_optimizer_step_pre_hook(self._look)
+        self._calls += 1
+        for group in groups:
+            self._makers[group["params"][0]] = self._calls
 
     def _look(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        promising = [group for group in optimizer.param_groups if BASE_RATE in group]
+        promising = [group for group in optimizer.param_groups if BASE_RATE in group and group["params"]]
         if not promising or optimizer in self._told or _is_captured(promising):
             return
-        found = departures(promising)
+        steps, _ = self._steps.get(optimizer, (0, []))
+        # What the groups say now, since schedules may change it before another optimizer steps.
+        now = [
+            {**group, "lr": float(group["lr"]), "params": self._makers.get(group["params"][0])} for group in promising
+        ]
+        self._steps[optimizer] = steps + 1, now
+        found = departures([*self._elsewhere(optimizer), *now])
         if found:
             self._told.add(optimizer)
-            others = f", and so do {len(found) - 1} other groups" if len(found) > 1 else ""
+            more = len(found) - 1
+            others = f"; so it is with {more} other group{'s' * (more > 1)}" if more else ""
             warnings.warn(
                 f"{type(optimizer).__name__}: {found[0]}{others}. What set the rates, such as a schedule, did not keep "
                 f"their ratio: give it a rate for each group, as in max_lr=groups.rates(1e-3); or use CircuitRates, "
@@ -114,6 +135,19 @@ class _Watch:
                 f"what holds",
                 stacklevel=4,
             )
+
+    def _elsewhere(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The other groups of the calls that made this optimizer's groups, in optimizers that are as far as it is."""
+        steps, own = self._steps[optimizer]
+        makers = {group["params"] for group in own} - {None}
+        names = {(group["params"], _name(group)) for group in own}
+        return [
+            group
+            for other, (of_other, groups) in self._steps.items()
+            if other is not optimizer and of_other == steps and other not in self._told
+            for group in groups
+            if group["params"] in makers and (group["params"], _name(group)) not in names
+        ]
 
 
 def _is_captured(groups: Iterable[dict[str, Any]]) -> bool:

@@ -93,8 +93,7 @@ def circuit_parameter_groups(
     Schedules that multiply the rates keep their ratio. Those that set rates, such as OneCycleLR, CyclicLR, or the
     minimum of CosineAnnealingLR or ReduceLROnPlateau, do not: give them `groups.rates(...)`, one rate for each group,
     where they take a list. Before each step of an optimizer its groups are compared, and a group whose rate is not its
-    multiple of the base rate is told, once for each optimizer. Compared are groups of one optimizer. `CircuitRates`
-    keeps its multipliers under any schedule.
+    multiple of the base rate is told, once for each optimizer. `CircuitRates` keeps its multipliers under any schedule.
 
     Args:
         model: The model, whose attention is found as `open_model` finds it.
@@ -142,7 +141,7 @@ def circuit_parameter_groups(
             own = {"params": parameters, "name": name, "lr": multiplier * base}
             divided.append({**group, **own, MULTIPLIER: multiplier, BASE_RATE: float(base)})
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    watch.begin()
+    watch.begin(divided)
     return CircuitParameterGroups(divided, lr, names, frozen)
 
 
