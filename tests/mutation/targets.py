@@ -124,10 +124,18 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/maps/reader.py": _tests("probes", "positions_of_a_probe", "attention_probe"),
     "probes/maps/selection.py": _tests("probes", "attention_probe", "attention_probe_sources"),
     "probes/maps/sides.py": _tests("probes", "positions_of_a_probe", "fused_kernels"),
-    "probes/rates/circuit_rates.py": _tests("probes", "circuit_rates", "circuit_rates_hooks"),
-    "probes/rates/entries.py": _tests("probes", "circuit_rates", "circuit_parameter_groups"),
-    "probes/rates/parameter_groups.py": _tests("probes", "circuit_parameter_groups"),
-    "probes/rates/proportional_steps.py": _tests("probes", "circuit_rates_hooks"),
+    "probes/rates/circuit_rates.py": _tests(
+        "probes", "circuit_rates", "circuit_rates_hooks", "circuit_rates_frozen", "circuit_rates_whole_tensors"
+    ),
+    "probes/rates/descriptions.py": _tests("probes", "circuit_rates_by_head", "circuit_rates_hooks"),
+    "probes/rates/entries.py": _tests("probes", "circuit_rates", "circuit_rates_by_head", "circuit_parameter_groups"),
+    "probes/rates/group_ratios.py": _tests("probes", "circuit_parameter_groups_schedules"),
+    "probes/rates/multipliers.py": _tests("probes", "circuit_rates_by_head", "circuit_parameter_groups_schedules"),
+    "probes/rates/parameter_groups.py": _tests(
+        "probes", "circuit_parameter_groups", "circuit_parameter_groups_schedules"
+    ),
+    "probes/rates/proportional_steps.py": _tests("probes", "circuit_rates_hooks", "circuit_rates_whole_tensors"),
+    "probes/rates/scaled_entries.py": _tests("probes", "circuit_rates_by_head", "circuit_rates_hooks"),
     "reports/drawing/small_multiples.py": _tests("reports", "watching"),
     "reports/watching/content.py": _tests("reports", "watching"),
     "reports/watching/reading.py": _tests("reports", "watching"),
