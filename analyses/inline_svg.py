@@ -5,6 +5,7 @@ import itertools
 import re
 import warnings
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
@@ -44,3 +45,16 @@ def inline_svg(figure: Figure, description: str, *, foreground: str, style: str 
     attributes = Markup(' role="img" aria-label="{}"').format(visible_lines(description))
     attributes += Markup(' style="{}"').format(style) if style else ""
     return Markup(svg.replace("<svg", f"<svg{attributes}", 1))
+
+
+def path_through(x: np.ndarray, y: np.ndarray, width: int) -> str:
+    """Return the path of an SVG element through some points, of which whole numbers are kept.
+
+    Args:
+        x: The horizontal coordinates.
+        y: The vertical coordinates.
+        width: The width of the drawing; a single point is drawn as a line through all of it.
+    """
+    if len(x) == 1:
+        return f"M0 {y[0]:.0f}H{width}"
+    return "M" + "L".join(f"{across:.0f} {down:.0f}" for across, down in zip(x, y, strict=True))

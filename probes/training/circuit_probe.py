@@ -158,6 +158,16 @@ class CircuitProbe:
             return "CircuitProbe(measures nothing: the first process does)"
         return f"CircuitProbe({self._run.model.name}, step {self.steps}, {self.failures} failures)"
 
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows: loss, norms, r(t) and largest scores, as curves over the steps."""
+        from .card import card
+
+        if self._is_idle:
+            return card("CircuitProbe", ["it measures nothing: the first process does"], [])
+        words = [f"step {self.steps}", f"last logged step {self._run.last_step}"]
+        words += [f"{self.failures} failures; the last: {self._failures.last}"] if self.failures else []
+        return card(f"CircuitProbe of {self._run.model.name}", words, self._run.history.curves())
+
     def __enter__(self) -> "CircuitProbe":
         """Return the probe, which is closed at the end of the block."""
         return self

@@ -16,6 +16,7 @@ from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.layer_keys import LayerKey
 from ...circuits.weights.source import LayersInMemory
 from .adapter_changes import ADAPTER_QUANTITIES, AdapterChanges
+from .history import History
 from .log_filter import RowLog
 from .model import CircuitKey, LiveModel
 from .store import LiveStore, MemoryStore
@@ -30,6 +31,7 @@ class LiveRun:
     Attributes:
         model: The model as it is read.
         last_step: The step that was measured last.
+        history: A few figures of the steps that were measured.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LiveRun:
         self.model = model
         self._view, self._directions, self._log = view, directions, log
         self._adapters = AdapterChanges(model, view)
+        self.history = History()
         self._name = model.name
         self._source = f"live: {self._name}"
         identity = None if directions is None else {"name": directions.name, "hash": directions.fingerprint()}
@@ -103,6 +106,7 @@ class LiveRun:
         for warning in self._store.warnings:
             warnings.warn(warning, stacklevel=3)
         self._last = current
+        self.history.add(start, self._rows)
         if is_new:
             self._store.write(start, self._rows)
             self._pass_on()
@@ -124,12 +128,14 @@ class LiveRun:
         self._store.write(step, rows)
         # Set only once the step is stored, so that the next step is compared with a stored one.
         self._rows, self._last, self.last_step = rows, last, step
+        self.history.add(step, rows)
         self._pass_on()
 
     def add_scalars(self, scalars: dict[str, float]) -> None:
         """Add values that arrived later to the rows of the last step."""
         columns = {f"training_{name}": value for name, value in scalars.items()}
         self._rows = [row | columns for row in self._rows]
+        self.history.add(self.last_step, self._rows)
         self._store.write(self.last_step, self._rows)
 
     def note_failures(self, count: int, last: str) -> None:

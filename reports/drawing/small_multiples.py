@@ -8,6 +8,7 @@ from jaxtyping import Float
 from markupsafe import Markup
 from matplotlib.colors import to_rgb
 
+from ...analyses.inline_svg import path_through
 from .heat_maps import STRONGEST
 from .panels import COLOURS
 
@@ -81,7 +82,7 @@ def draw_small_multiples(grid: SmallMultiples) -> Markup:
                     grid.written[row][column],
                     _WIDTH,
                     _HEIGHT,
-                    _path(x[known], y),
+                    path_through(x[known], y, _WIDTH),
                     grid.written[row][column],
                 )
             )
@@ -109,10 +110,3 @@ def _heights(grid: SmallMultiples) -> Float[np.ndarray, "row column point"]:
 def _along(x: Float[np.ndarray, " point"]) -> Float[np.ndarray, " point"]:
     """Where each point stands on the horizontal axis, from 0 to 1."""
     return (x - x[0]) / (x[-1] - x[0]) if x[-1] > x[0] else np.zeros_like(x)
-
-
-def _path(x: np.ndarray, y: np.ndarray) -> str:
-    """The path through some points; a single one is drawn as a line through the whole width."""
-    if len(x) == 1:
-        return f"M0 {y[0]:.0f}H{_WIDTH}"
-    return "M" + "L".join(f"{across:.0f} {down:.0f}" for across, down in zip(x, y, strict=True))

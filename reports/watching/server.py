@@ -116,27 +116,28 @@ class WatchServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     """Answers two paths, / and /content; no part of a path ever names a file."""
 
-    server: WatchServer
     timeout = _SILENCE
     server_version = "qkov"
     sys_version = ""
 
     def do_GET(self) -> None:
         """Answer with the page, or with what changed."""
+        server = self.server
+        assert isinstance(server, WatchServer)
         host = self.headers.get("Host", "").rsplit(":", 1)[0]
         asked = urlsplit(self.path)
         if host not in _NAMES:
             self._send(HTTPStatus.FORBIDDEN, "text/plain", f"this page is served to {' and '.join(_NAMES)} alone\n")
         elif asked.path == "/":
             nonce = secrets.token_urlsafe(12)
-            self._send(HTTPStatus.OK, "text/html", self.server.page(nonce), nonce)
+            self._send(HTTPStatus.OK, "text/html", server.page(nonce), nonce)
         elif asked.path == "/content":
             have = parse_qs(asked.query).get("have", [""])[0]
-            self._send(HTTPStatus.OK, "application/json", json.dumps(self.server.answer(have)))
+            self._send(HTTPStatus.OK, "application/json", json.dumps(server.answer(have)))
         else:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here: the page is at /\n")
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server names them)
         """Print nothing for a request."""
 
     def _send(self, status: HTTPStatus, kind: str, text: str, nonce: str = "") -> None:

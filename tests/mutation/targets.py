@@ -139,6 +139,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reports/drawing/small_multiples.py": _tests("reports", "watching"),
     "reports/watching/content.py": _tests("reports", "watching"),
     "reports/watching/reading.py": _tests("reports", "watching"),
+    "probes/training/card.py": _tests("probes", "circuit_probe_card"),
+    "probes/training/history.py": _tests("probes", "circuit_probe_card"),
     "probes/training/log_filter.py": _tests("probes", "loggers"),
     "probes/training/adapter_changes.py": _tests("probes", "adapters_in_training"),
     "probes/training/circuit_probe.py": _tests(

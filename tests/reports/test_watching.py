@@ -37,6 +37,11 @@ from .browser import Tab, browser
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def rows_in(reader: StoreReader) -> pd.DataFrame:
+    assert reader.reading.rows is not None
+    return reader.reading.rows
+
+
 class Training:
     """A small model in training whose store grows as it is told."""
 
@@ -66,7 +71,7 @@ def grid(y, log=False) -> SmallMultiples:
 def points(drawn: str) -> list[list[tuple[float, float]]]:
     """The points of each curve."""
     paths = re.findall(r'<path d="M([^"]+)"', drawn)
-    return [[tuple(map(float, point.split())) for point in path.split("L")] for path in paths]
+    return [[(float(x), float(y)) for x, y in (point.split() for point in path.split("L"))] for path in paths]
 
 
 def test_curves_share_their_axes():
@@ -117,9 +122,9 @@ def test_a_reading_is_the_table_and_nothing_is_read_twice_but_the_last_step(tmp_
     assert reader.refresh()
     assert sorted(asked) == [0, 1, 2, 3]
     wanted = training.probe.table()
-    shared = [name for name in reader.reading.rows if name in wanted]
+    shared = [name for name in rows_in(reader) if name in wanted]
     assert {"training_loss", "frobenius_norm", "effective_ratio", "taken_rate"} <= set(shared)
-    found = reader.reading.rows.sort_values(["step", "stack", "layer", "head", "circuit"], ignore_index=True)
+    found = rows_in(reader).sort_values(["step", "stack", "layer", "head", "circuit"], ignore_index=True)
     pd.testing.assert_frame_equal(found[shared], wanted[shared], check_dtype=False)
     asked.clear()
     assert not reader.refresh()
@@ -136,10 +141,10 @@ def test_what_follows_a_step_is_read_as_well(tmp_path):
     training.goes_on()
     reader = StoreReader(tmp_path / "run")
     reader.refresh()
-    assert "training_extra" not in reader.reading.rows
+    assert "training_extra" not in rows_in(reader)
     training.probe.add_scalars(1, extra=7.0)
     assert reader.refresh()
-    assert reader.reading.rows.query("step == 1")["training_extra"].tolist() == [7.0] * 4
+    assert rows_in(reader).query("step == 1")["training_extra"].tolist() == [7.0] * 4
 
 
 def test_of_many_steps_a_bounded_number_is_held_evenly_spaced_and_with_the_last(tmp_path):
@@ -148,10 +153,10 @@ def test_of_many_steps_a_bounded_number_is_held_evenly_spaced_and_with_the_last(
     reader = StoreReader(tmp_path / "run", most=4)
     reader.refresh()
     assert reader.reading.steps == tuple(range(11))
-    assert list(reader.reading.rows["step"].unique()) == [0, 4, 8, 10]
+    assert list(rows_in(reader)["step"].unique()) == [0, 4, 8, 10]
     training.goes_on()
     reader.refresh()
-    assert list(reader.reading.rows["step"].unique()) == [0, 4, 8, 11]
+    assert list(rows_in(reader)["step"].unique()) == [0, 4, 8, 11]
     assert status_of(reader.reading) == [
         "Step 11, the last of 12 logged steps since step 0.",
         "The curves show 4 of them, evenly spaced.",
@@ -165,7 +170,7 @@ def test_a_run_that_another_probe_resumed_is_read_anew(tmp_path):
     Training(tmp_path / "run").goes_on(2)
     reader = StoreReader(tmp_path / "run")
     reader.refresh()
-    old = reader.reading.rows.query("step == 1")["taken_step_norm"].to_numpy()
+    old = rows_in(reader).query("step == 1")["taken_step_norm"].to_numpy()
     with pytest.warns(UserWarning, match="its later steps, 2 of them"):
         again = Training(tmp_path / "run", start=0, resume=True)
     with torch.no_grad():
@@ -173,7 +178,7 @@ def test_a_run_that_another_probe_resumed_is_read_anew(tmp_path):
     again.goes_on()
     again.goes_on()
     reader.refresh()
-    new = reader.reading.rows.query("step == 1")["taken_step_norm"].to_numpy()
+    new = rows_in(reader).query("step == 1")["taken_step_norm"].to_numpy()
     np.testing.assert_array_equal(new, RunStore(tmp_path / "run").rows_of(1)["taken_step_norm"])
     assert (new > 1.5 * old).all()
 
@@ -199,7 +204,7 @@ def test_a_store_that_is_absent_empty_damaged_or_deleted_is_said_to_be_and_waite
     assert reader.refresh()
     assert "Parquet" in reader.reading.problem
     # What was read before stays on the page.
-    assert set(reader.reading.rows["step"]) == {0, 1}
+    assert set(rows_in(reader)["step"]) == {0, 1}
     assert not reader.refresh()
     shutil.rmtree(folder)
     reader.refresh()
@@ -385,6 +390,7 @@ def test_the_page_is_served_and_told_what_changed(tmp_path):
         assert json.loads(asked(server, f"/content?have={first['version']}")[2])["content"] is None
         training.goes_on()
         until = threading.Event()
+        second = first
         for _ in range(100):
             second = json.loads(asked(server, f"/content?have={first['version']}")[2])
             if second["content"] is not None:
