@@ -1,9 +1,8 @@
-"""The run store: run.json and one Parquet file for each checkpoint, written whole or not at all."""
+"""The run store: run.json, Parquet files of the steps, and the numbers of training, written whole or not at all."""
 
 import io
 import json
-import re
-import tempfile
+from collections.abc import Mapping as Dictionary
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ from pyarrow.dataset import dataset
 from ...circuits.errors import CallError, named_input
 from ...circuits.storage.atomic_write import remove_stale, write_atomically
 from ...circuits.storage.places import LocalPlace
+from .files.step_files import StepFiles
+from .files.training_numbers import TrainingNumbers, with_numbers
 
-FORMAT = "qkov run store 2"
+FORMAT = "qkov run store 3"
+#: Earlier formats that are read: in 2 every step has a file of its own, and numbers of training are in its rows.
+_READ_TOO = ("qkov run store 2",)
 _KEY = b"qkov"
-#: What stands in a file's name in place of a step that is not known.
-_UNKNOWN = "unknown"
 
 #: The columns that state which circuit a row measures, and how.
 IDENTITY = pa.schema(
@@ -87,6 +88,8 @@ class RunStore:
     """A folder with run.json and `steps/step-000001000.parquet`, one file for each checkpoint.
 
     The file of a single checkpoint whose step is not known is `steps/step-unknown.parquet`; None stands for its step.
+    Many steps of a model in training are gathered in one file, `steps/steps-000000000-000025500.parquet`, and the
+    numbers of their steps, such as the loss, are in `training.jsonl`.
 
     Under the same names, `contents/` holds a hash of each layer's weights, and `composition/` the composition scores,
     if they were measured. The folders hold nothing but Parquet files, and the step is a column, so pandas, polars,
@@ -104,6 +107,8 @@ class RunStore:
             folder: The store's folder.
         """
         self.folder = Path(folder)
+        self._files = StepFiles(self.steps_folder)
+        self._numbers = TrainingNumbers(self.folder / "training.jsonl")
 
     @property
     def description_path(self) -> Path:
@@ -127,15 +132,15 @@ class RunStore:
 
     def path(self, step: int | None) -> Path:
         """Return the path of the file of a step."""
-        return self.steps_folder / _name(step)
+        return self._files.path(step)
 
     def composition_path(self, step: int | None) -> Path:
         """Return the path of the file with the composition scores of a step."""
-        return self.composition_folder / _name(step)
+        return StepFiles(self.composition_folder).path(step)
 
     def contents_path(self, step: int | None) -> Path:
         """Return the path of the file with the hashes of the layers at a step."""
-        return self.contents_folder / _name(step)
+        return StepFiles(self.contents_folder).path(step)
 
     def describe(self, description: dict[str, Any]) -> None:
         """Write run.json, and remove the unfinished files of writers that were killed."""
@@ -156,7 +161,7 @@ class RunStore:
             self.description_path, "the description of a run store", "track again into another folder", CallError
         ):
             description = json.loads(content)
-        if not isinstance(description, dict) or description.get("format") != FORMAT:
+        if not isinstance(description, dict) or description.get("format") not in (FORMAT, *_READ_TOO):
             raise CallError(f"{self.folder} is not a run store of this version: expected format {FORMAT!r} in run.json")
         return description
 
@@ -193,15 +198,43 @@ class RunStore:
         """
         self._write(self.path(step), key, _table(rows))
 
+    def add_numbers(self, step: int, numbers: Dictionary[str, float]) -> None:
+        """Note numbers of a step of training, which `table` and `rows_of` return in columns such as `training_loss`.
+
+        Args:
+            step: The step.
+            numbers: The numbers by name.
+
+        Raises:
+            OSError: The disk is full, or cannot be written to.
+        """
+        if numbers:
+            self._numbers.append(step, numbers)
+
+    def numbers(self) -> dict[int, dict[str, float]]:
+        """Return the numbers of the steps of training by step and name, as far as they were noted by `add_numbers`.
+
+        Raises:
+            QkovError: The file is damaged.
+        """
+        return self._numbers.by_step()
+
+    def gather(self) -> None:
+        """Gather the files of many steps into one, once opening them takes long.
+
+        Raises:
+            QkovError: A file is damaged.
+        """
+        self._files.gather(self._write_table)
+
+    def remove_twice_written(self) -> None:
+        """Remove the files of steps that were gathered by a writer that was killed meanwhile."""
+        self._files.remove_twice_written()
+
     def add_columns(self, names: list[str]) -> None:
         """Add columns without values to the files that lack them, so that all files have the same columns."""
-        for path in map(self.path, self.steps()):
-            table = self._open(path)
-            missing = [name for name in names if name not in table.column_names]
-            for name in missing:
-                table = table.append_column(name, pa.nulls(len(table), LISTS.get(name, pa.float64())))
-            if missing:
-                self._write(path, (table.schema.metadata or {}).get(_KEY, b"").decode(), table)
+        types = {name: LISTS.get(name, pa.float64()) for name in names}
+        self._files.add_columns(types, self._write_table)
 
     def columns(self) -> list[str]:
         """Return the columns of the files in `steps/`; none if there is no file.
@@ -209,35 +242,32 @@ class RunStore:
         Raises:
             QkovError: The first file is damaged.
         """
-        steps = self.steps()
-        return self._open(self.path(steps[0])).column_names if steps else []
+        return self._files.columns()
 
     def move_aside(self, step: int) -> tuple[list[int], Path | None]:
-        """Move the files of all steps after this one into a folder of their own in `moved_aside/`.
+        """Move all steps after this one, and their numbers, into a folder of their own in `moved_aside/`.
 
         Args:
             step: The last step that stays.
 
         Returns:
             The steps that were moved, and the folder; None if there was none to move.
+
+        Raises:
+            QkovError: A file is damaged.
         """
-        later = [number for number in self.steps() if number is not None and number > step]
-        if not later:
-            return [], None
-        aside = self.folder / "moved_aside"
-        aside.mkdir(exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"after-step-{step}-", dir=aside))
-        for number in later:
-            self.path(number).rename(folder / _name(number))
+        later, folder = self._files.move_aside(step, self.folder / "moved_aside", self._write_table)
+        if folder is not None:
+            self._numbers.move_aside(step, folder)
         return later, folder
 
     def rows_of(self, step: int) -> pd.DataFrame:
         """Return the rows of one step.
 
         Raises:
-            QkovError: The file is damaged.
+            QkovError: The file is damaged, or there is none.
         """
-        return self._read([self.path(step)])
+        return with_numbers(self._files.read(self._tables, [step]).to_pandas(), self.numbers())
 
     def write_composition(self, step: int | None, key: str, columns: dict[str, Any]) -> None:
         """Write the composition scores of a step.
@@ -273,16 +303,19 @@ class RunStore:
             for step in self.steps()
             if self.contents_path(step).is_file() and _key_of(self.contents_path(step)) == _key_of(self.path(step))
         ]
-        return self._read(known) if known else CONTENTS.empty_table().to_pandas()
+        return self._tables(known).to_pandas() if known else CONTENTS.empty_table().to_pandas()
 
     def _write(self, path: Path, key: str, table: pa.Table) -> None:
+        self._write_table(path, {_KEY: key.encode()}, table)
+
+    def _write_table(self, path: Path, metadata: dict[bytes, bytes], table: pa.Table) -> None:
         buffer = io.BytesIO()
-        pq.write_table(table.replace_schema_metadata({_KEY: key.encode()}), buffer)
+        pq.write_table(table.replace_schema_metadata(metadata), buffer)
         write_atomically(path, buffer.getvalue(), scratch=self.folder)
 
     def steps(self) -> list[int | None]:
         """Return the steps that the store holds, in order."""
-        return _steps(self.steps_folder)
+        return self._files.steps()
 
     def table(self) -> pd.DataFrame:
         """Return all rows, sorted by step, stack, layer, head and circuit.
@@ -291,15 +324,14 @@ class RunStore:
             CallError: The store holds no step yet.
             QkovError: A file is damaged.
         """
-        steps = self.steps()
-        if not steps:
+        if not self.steps():
             raise CallError(f"{self.folder} holds no measured checkpoint yet")
         with named_input(self.folder, "a run store", "delete what is damaged and track again"):
-            return _sorted(self._read([self.path(step) for step in steps]))
+            return _sorted(with_numbers(self._files.read(self._tables).to_pandas(), self.numbers()))
 
     def composition_steps(self) -> list[int | None]:
         """Return the steps whose composition scores the store holds, in order."""
-        return _steps(self.composition_folder)
+        return StepFiles(self.composition_folder).steps()
 
     def composition(self, step: int | None) -> pd.DataFrame:
         """Return the composition scores of a step, layer by layer.
@@ -311,15 +343,11 @@ class RunStore:
         path = self.composition_path(step)
         if not path.exists():
             raise CallError(f"{self.folder} holds no composition scores of step {step}; track with --composition")
-        return self._read([path])
+        return self._tables([path]).to_pandas()
 
-    def _open(self, path: Path) -> pa.Table:
-        with named_input(path, "rows of a run store", "delete it"):
-            return pq.read_table(path)
-
-    def _read(self, paths: list[Path]) -> pd.DataFrame:
+    def _tables(self, paths: list[Path]) -> pa.Table:
         with named_input(paths[0].parent, "the Parquet files of a run store", "delete what is damaged and track again"):
-            return dataset([str(path) for path in paths], format="parquet").to_table().to_pandas()
+            return dataset([str(path) for path in paths], format="parquet").to_table()
 
 
 def _key_of(path: Path) -> str | None:
@@ -339,9 +367,16 @@ def _key_in(footer: pq.FileMetaData) -> str:
     return (footer.metadata or {}).get(_KEY, b"").decode(errors="replace")
 
 
-def table_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return rows as `RunStore.table` would return them from a store."""
-    return _sorted(_table(rows).to_pandas())
+def table_of(
+    rows: list[dict[str, Any]], numbers: Dictionary[int, Dictionary[str, float]] | None = None
+) -> pd.DataFrame:
+    """Return rows as `RunStore.table` would return them from a store.
+
+    Args:
+        rows: One row for each step, layer, head and circuit.
+        numbers: The numbers of the steps of training by step and name.
+    """
+    return _sorted(with_numbers(_table(rows).to_pandas(), numbers or {}))
 
 
 def _sorted(table: pd.DataFrame) -> pd.DataFrame:
@@ -354,14 +389,3 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
         if name not in IDENTITY.names:
             schema = schema.append(pa.field(name, LISTS.get(name, pa.float64())))
     return pa.Table.from_pylist(rows, schema=schema)
-
-
-def _name(step: int | None) -> str:
-    return f"step-{_UNKNOWN}.parquet" if step is None else f"step-{step:09d}.parquet"
-
-
-def _steps(folder: Path) -> list[int | None]:
-    files = [path for path in folder.glob("step-*.parquet") if path.is_file()]
-    names = (re.fullmatch(r"step-([0-9]{1,18})", path.stem) for path in files)
-    known: list[int | None] = [*sorted({int(name[1]) for name in names if name})]
-    return known + [None] * any(path.stem == f"step-{_UNKNOWN}" for path in files)

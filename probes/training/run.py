@@ -108,7 +108,7 @@ class LiveRun:
         self._last = current
         self.history.add(start, self._rows)
         if is_new:
-            self._store.write(start, self._rows)
+            self._store.write(start, self._rows, {})
             self._pass_on()
 
     def measure(self, step: int, quantities: StepQuantities, scalars: dict[str, float]) -> None:
@@ -123,20 +123,19 @@ class LiveRun:
             QkovError: The weights cannot be read, or the store cannot be written.
         """
         layers = self.model.layers()
-        rows = self._measured(self._at(step, LayersInMemory(layers.held, scalars)), quantities)
+        rows = self._measured(self._at(step, layers), quantities)
         last = self._at(step, LayersInMemory.copied(layers.held))
-        self._store.write(step, rows)
+        self._store.write(step, rows, scalars)
         # Set only once the step is stored, so that the next step is compared with a stored one.
-        self._rows, self._last, self.last_step = rows, last, step
-        self.history.add(step, rows)
+        self._rows, self._last, self.last_step = _with_columns(rows, scalars), last, step
+        self.history.add(step, self._rows)
         self._pass_on()
 
     def add_scalars(self, scalars: dict[str, float]) -> None:
         """Add values that arrived later to the rows of the last step."""
-        columns = {f"training_{name}": value for name, value in scalars.items()}
-        self._rows = [row | columns for row in self._rows]
+        self._rows = _with_columns(self._rows, scalars)
         self.history.add(self.last_step, self._rows)
-        self._store.write(self.last_step, self._rows)
+        self._store.add_numbers(self.last_step, scalars)
 
     def note_failures(self, count: int, last: str) -> None:
         """Store how many measurements failed, and what the last failure was."""
@@ -184,6 +183,11 @@ class LiveRun:
     def _pass_on(self) -> None:
         if self._log is not None:
             self._log(self.last_step, self._rows)
+
+
+def _with_columns(rows: list[dict[str, Any]], scalars: dict[str, float]) -> list[dict[str, Any]]:
+    columns = {f"training_{name}": value for name, value in scalars.items()}
+    return [row | columns for row in rows]
 
 
 def _only(opened: Opened, keys: list[LayerKey]) -> Opened:

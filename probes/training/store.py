@@ -5,6 +5,7 @@ import math
 import uuid
 import warnings
 from collections.abc import Iterator
+from collections.abc import Mapping as Dictionary
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
@@ -106,6 +107,7 @@ class LiveStore:
             if self._is_new:
                 self._write_reference()
             self._store.describe(self._description)
+            self._store.remove_twice_written()
             moved, folder = self._store.move_aside(start)
             if moved:
                 self.warnings.append(
@@ -143,19 +145,36 @@ class LiveStore:
                     f"weights of step {start}, state the step that they are of, or give another folder"
                 )
 
-    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def write(self, step: int, rows: list[dict[str, Any]], numbers: Dictionary[str, float]) -> None:
         """Write the rows of a step. All files get the same columns, so that they can be read as one table.
 
         Args:
             step: The step.
             rows: One row for each layer, head and circuit.
+            numbers: The numbers of the step, such as its loss, by name.
 
         Raises:
             QkovError: The disk is full, or cannot be written to; the step is then missing from the store.
         """
         self._demand_own()
         with self._demand_written(f"step {step}"):
+            self._store.add_numbers(step, numbers)
             self._write(step, rows)
+            self._store.gather()
+
+    def add_numbers(self, step: int, numbers: Dictionary[str, float]) -> None:
+        """Note numbers that became known after a step was written.
+
+        Args:
+            step: The step.
+            numbers: The numbers by name.
+
+        Raises:
+            QkovError: The disk is full, or cannot be written to.
+        """
+        self._demand_own()
+        with self._demand_written(f"the numbers of step {step}"):
+            self._store.add_numbers(step, numbers)
 
     def note_failures(self, count: int, last: str) -> None:
         """State in run.json that measurements failed: at the first, the second, the fourth, ... and with each step.
@@ -240,6 +259,7 @@ class MemoryStore:
         """Hold no rows yet."""
         self.warnings: list[str] = []
         self._rows: dict[int, list[dict[str, Any]]] = {}
+        self._numbers: dict[int, dict[str, float]] = {}
 
     def reference(self, start: int, layers: LayersInMemory) -> tuple[int, LayersInMemory]:
         """Return the first step and the current layers."""
@@ -249,16 +269,21 @@ class MemoryStore:
         """Return True: the start has yet to be written."""
         return True
 
-    def write(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Hold the rows of a step."""
+    def write(self, step: int, rows: list[dict[str, Any]], numbers: Dictionary[str, float]) -> None:
+        """Hold the rows and the numbers of a step."""
         self._rows[step] = rows
+        self.add_numbers(step, numbers)
+
+    def add_numbers(self, step: int, numbers: Dictionary[str, float]) -> None:
+        """Hold numbers of a step."""
+        self._numbers.setdefault(step, {}).update(numbers)
 
     def note_failures(self, count: int, last: str) -> None:
         """Note nothing: the probe itself knows its failures."""
 
     def table(self) -> pd.DataFrame:
         """Return all rows."""
-        return table_of([row for rows in self._rows.values() for row in rows])
+        return table_of([row for rows in self._rows.values() for row in rows], self._numbers)
 
 
 def _write_reference(folder: Path, layers: LayersInMemory) -> None:

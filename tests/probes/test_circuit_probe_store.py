@@ -1,5 +1,6 @@
 """The store of a model in training: readable at any moment, refused where it is another's, gone on with where asked."""
 
+import copy
 import json
 import resource
 import shutil
@@ -11,10 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
 from qkov.analyses.trajectories import RunStore, track
+from qkov.analyses.trajectories.files import step_files
+from qkov.analyses.trajectories.files.training_numbers import TrainingNumbers
 from qkov.circuits import CallError, QkovError, open_model
 from qkov.circuits.reading.saved_format import save_checkpoint
 from qkov.probes import CircuitProbe
@@ -57,18 +61,99 @@ def test_the_store_holds_what_the_probe_holds(tmp_path):
     assert described["reference_step"] == 0
 
 
-def test_every_file_has_the_same_columns_whatever_was_told_when(tmp_path):
+def test_numbers_of_a_step_are_stored_once_and_change_no_file_of_rows(tmp_path):
     model = Classifier()
     probe = CircuitProbe(model, tmp_path / "run", every=1)
     train(probe, model, 1)
+    files = sorted((tmp_path / "run" / "steps").iterdir())
+    before = [file.read_bytes() for file in files]
     train(probe, model, 1, rate=0.1)
     train(probe, model, 1)
+    probe.add_scalars(3, late=7.0)
+    assert [file.read_bytes() for file in files] == before
     files = sorted((tmp_path / "run" / "steps").iterdir())
     assert len({tuple(sorted(pd.read_parquet(file).columns)) for file in files}) == 1
-    told = pd.read_parquet(tmp_path / "run" / "steps").groupby("step")[["training_loss", "training_rate"]].first()
-    assert told.notna().to_numpy().tolist() == [[False, False], [True, False], [True, True], [True, False]]
     keys = [json.loads(pq.read_schema(file).metadata[b"qkov"]) for file in files]
     assert [key["step"] for key in keys] == [0, 1, 2, 3]
+    store = RunStore(tmp_path / "run")
+    names = ["training_loss", "training_rate", "training_late"]
+    told = store.table().groupby("step")[names].first()
+    assert told.notna().to_numpy().tolist() == [
+        [False, False, False],
+        [True, False, False],
+        [True, True, False],
+        [True, False, True],
+    ]
+    assert store.rows_of(2)["training_rate"].tolist() == [0.1] * 4
+    assert store.numbers()[3].keys() == {"loss", "late"}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "training.jsonl").read_text().splitlines()]
+    assert [(line["step"], sorted(line["numbers"])) for line in lines] == [
+        (1, ["loss"]),
+        (2, ["loss", "rate"]),
+        (3, ["loss"]),
+        (3, ["late"]),
+    ]
+
+
+def test_a_store_whose_steps_were_gathered_is_read_resumed_and_killed_as_any_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_files, "_MOST_FILES", 3)
+    tables = []
+    for run in (tmp_path / "run", None):
+        model = Classifier()
+        probe = CircuitProbe(model, run, every=1)
+        train(probe, model, 7)
+        tables.append(probe.table())
+        if run is not None:
+            saved = copy.deepcopy(model.state_dict())
+    pd.testing.assert_frame_equal(*tables, check_like=True)
+    store = RunStore(tmp_path / "run")
+    assert sorted(path.name for path in store.steps_folder.iterdir()) == [
+        "step-000000006.parquet",
+        "step-000000007.parquet",
+        "steps-000000000-000000002.parquet",
+        "steps-000000003-000000005.parquet",
+    ]
+    assert len(pd.read_parquet(store.steps_folder)) == 8 * 4
+    assert store.steps() == [*range(8)]
+    pd.testing.assert_frame_equal(
+        store.rows_of(4).sort_values(["layer", "head", "circuit"], ignore_index=True),
+        store.table().query("step == 4").reset_index(drop=True),
+        check_like=True,
+        check_dtype=False,
+    )
+    # A writer that was killed before it removed the files that it had gathered.
+    rows = pq.read_table(store.steps_folder / "steps-000000003-000000005.parquet")
+    pq.write_table(rows.filter(pc.equal(rows["step"], 4)), store.path(4))
+    assert len(store.table()) == 8 * 4
+    model.load_state_dict(saved)
+    probe = CircuitProbe(model, store.folder, every=1, start=7, resume=True)
+    assert not store.path(4).exists()
+    train(probe, model, 1)
+    assert store.steps() == [*range(9)]
+    pd.testing.assert_frame_equal(store.table().query("step < 8"), tables[0], check_like=True)
+
+
+def test_steps_are_moved_aside_out_of_a_gathered_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_files, "_MOST_FILES", 3)
+    model, saved = Classifier(), {}
+    probe = CircuitProbe(model, tmp_path / "run", every=1)
+    for step in range(1, 6):
+        train(probe, model, 1)
+        saved[step] = copy.deepcopy(model.state_dict())
+    table = probe.table()
+    model.load_state_dict(saved[4])
+    with pytest.warns(UserWarning, match="its later steps, 1 of them, up to step 5, were moved to "):
+        CircuitProbe(model, tmp_path / "run", every=1, start=4, resume=True)
+    store = RunStore(tmp_path / "run")
+    assert sorted(path.name for path in store.steps_folder.iterdir()) == [
+        "steps-000000000-000000002.parquet",
+        "steps-000000003-000000004.parquet",
+    ]
+    pd.testing.assert_frame_equal(store.table(), table.query("step <= 4"), check_like=True)
+    [aside] = (store.folder / "moved_aside").iterdir()
+    assert sorted(path.name for path in aside.iterdir()) == ["steps-000000003-000000005.parquet", "training.jsonl"]
+    assert set(pq.read_table(aside / "steps-000000003-000000005.parquet")["step"].to_pylist()) == {3, 4, 5}
+    assert max(store.numbers()) == 4
 
 
 def test_a_report_is_drawn_as_training_goes_on(tmp_path):
@@ -224,20 +309,66 @@ def test_a_run_that_is_to_be_gone_on_with_may_not_have_begun(tmp_path):
     np.testing.assert_array_equal(RunStore(tmp_path / "run").table()["reference"], ["step 7"] * 4)
 
 
-def test_columns_that_a_killed_writer_added_in_part_are_added_in_all_files(tmp_path):
+def test_columns_that_a_killed_writer_added_in_part_are_added_in_all_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_files, "_MOST_FILES", 2)
     run = tmp_path / "run"
     model = Classifier()
     train(CircuitProbe(model, run, every=1), model, 2)
-    first = run / "steps" / "step-000000000.parquet"
+    first = run / "steps" / "steps-000000000-000000001.parquet"
     table = pq.read_table(first)
-    pq.write_table(table.append_column("training_told", pa.nulls(len(table), pa.float64())), first)
+    pq.write_table(table.append_column("new_figure", pa.nulls(len(table), pa.float64())), first)
     probe = CircuitProbe(model, run, every=1, start=2, resume=True)
     train(probe, model, 1, told=0.5)
     files = sorted((run / "steps").iterdir())
     assert len({tuple(sorted(pq.read_schema(file).names)) for file in files}) == 1
-    told = pd.read_parquet(run / "steps").groupby("step")["training_told"].first()
+    assert "new_figure" in pq.read_schema(files[-1]).names
+    told = probe.table().groupby("step")["training_told"].first()
     assert told.notna().tolist() == [False, False, False, True]
-    assert json.loads(pq.read_schema(files[1]).metadata[b"qkov"])["step"] == 1
+
+
+def test_a_store_of_the_format_before_keeps_its_numbers_when_it_is_resumed(tmp_path):
+    """There the numbers of a step were in its rows."""
+    run = tmp_path / "run"
+    model = Classifier()
+    train(CircuitProbe(model, run, every=1), model, 2)
+    (run / "training.jsonl").unlink()
+    for step, loss in enumerate((None, 1.0, 2.0)):
+        path = run / "steps" / f"step-{step:09d}.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("training_loss", pa.array([loss] * len(table), pa.float64())), path)
+    description = json.loads((run / "run.json").read_text())
+    assert description["format"] == "qkov run store 3"
+    (run / "run.json").write_text(json.dumps(description | {"format": "qkov run store 2"}))
+    assert RunStore(run).table().groupby("step")["training_loss"].first().tolist()[1:] == [1.0, 2.0]
+    probe = CircuitProbe(model, run, every=1, start=2, resume=True)
+    train(probe, model, 1)
+    losses = RunStore(run).table().groupby("step")["training_loss"].first()
+    assert losses.tolist()[1:3] == [1.0, 2.0]
+    assert losses[3] > 0
+    assert RunStore(run).description()["format"] == "qkov run store 3"
+
+
+@pytest.mark.parametrize("half", ['{"step": 2, "num', "", "x" * 10_000])
+def test_half_a_line_of_a_killed_writer_does_not_count_and_is_removed(tmp_path, half):
+    numbers = TrainingNumbers(tmp_path / "training.jsonl")
+    assert numbers.by_step() == {}
+    numbers.append(1, {"loss": 0.5})
+    with numbers.path.open("a") as file:
+        file.write(half)
+    assert numbers.by_step() == {1: {"loss": 0.5}}
+    numbers.append(2, {"loss": 0.25, "step": 7.0})
+    numbers.append(1, {"loss": float("nan"), "rate": 1.0})
+    assert str(numbers.by_step()) == "{1: {'loss': nan, 'rate': 1.0}, 2: {'loss': 0.25, 'step': 7.0}}"
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", '{"step": 1}', '{"step": "x", "numbers": {}}', '{"step": 1, "numbers": {"a": []}}']
+)
+def test_damaged_numbers_are_named(tmp_path, line):
+    numbers = TrainingNumbers(tmp_path / "training.jsonl")
+    numbers.path.write_text(f"{line}\n")
+    with pytest.raises(QkovError, match=r"training\.jsonl cannot be read as the numbers of a run"):
+        numbers.by_step()
 
 
 def test_a_full_disk_is_one_error_and_training_can_go_on(tmp_path):
@@ -288,7 +419,9 @@ def test_a_store_is_resumed_from_a_step_that_is_stated_and_with_the_weights_of_t
         CircuitProbe(model, run, every=1, start=3, resume=True)
     [aside] = (run / "moved_aside").iterdir()
     assert {file.name: file.read_bytes() for file in aside.iterdir()} == {
-        name: before[f"steps/{name}"] for name in ("step-000000004.parquet", "step-000000005.parquet")
+        "step-000000004.parquet": before["steps/step-000000004.parquet"],
+        "step-000000005.parquet": before["steps/step-000000005.parquet"],
+        "training.jsonl": before["training.jsonl"],
     }
     assert RunStore(run).steps() == [0, 1, 2, 3]
 
