@@ -17,7 +17,7 @@ from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_o
 from .failures import Failures
 from .log_filter import Log, LogFilter, RowLog
 from .model import Factors, LiveModel, copied, same
-from .optimizer_steps import OptimizerSteps, listed
+from .optimizer_steps import OptimizerSteps, listed, unwrapped
 from .run import LiveRun
 from .schedule import schedule
 
@@ -279,12 +279,15 @@ class CircuitProbe:
         """Announce a step that is about to be taken, in a custom training loop; `end_step` must follow.
 
         Args:
-            with_gradients: Whether the gradients of the step are there already; otherwise `end_step` reads them.
+            with_gradients: Whether the gradients of the step are there already, as the optimizer will use them. If not,
+                they are those that an optimizer of torch finds as it steps, or, without one, those that `end_step`
+                reads.
         """
         if self._is_idle:
             return
         with self._failures.told(f"beginning step {self.steps + 1}"):
             self._is_by_hand = True
+            self._optimizers.forget_step()
             if self._is_next_due:
                 self._before = copied(self._run.model.factors())
                 self._gradients = copied(self._run.model.gradients()) if with_gradients else None
@@ -312,6 +315,15 @@ class CircuitProbe:
         with self._failures.told(f"storing numbers of step {step}"):
             if step == self._run.last_step:
                 self._run.add_scalars(scalars)
+
+    def is_trained_by(self, optimizer: Any) -> bool:
+        """Return whether an optimizer, without its wrappers, is one of torch that holds attention weights.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        inner = unwrapped(optimizer) if isinstance(optimizer, Optimizer) else None
+        return not self._is_idle and inner is not None and self._optimizers.holds(inner)
 
     def table(self) -> pd.DataFrame:
         """Return everything that was logged: one row for each step, layer, head and circuit.
@@ -341,7 +353,7 @@ class CircuitProbe:
         if before is None:
             raise CallError(f"step {self.steps} was ended but never begun: call begin_step() before it is taken")
         if gradients is None:
-            are_copied = self._optimizers.stepped and not self._is_by_hand
+            are_copied = self._optimizers.stepped
             gradients = model.gradients(self._optimizers.gradients if are_copied else None)
             self._has_gradients = self._optimizers.has_gradients(are_copied)
         if self._optimizers.is_trained() and not self._has_gradients:
@@ -363,7 +375,9 @@ class CircuitProbe:
             # Calls of `step` before the first step of any optimizer were micro-batches, or came too early.
             self.steps, self._uncertain = self.steps - self._uncertain, 0
             self._is_next_due = self._is_due(self.steps + 1)
-        if self._is_by_hand or not self._is_next_due:
+        if self._is_by_hand:
+            return self._is_next_due and self._gradients is None
+        if not self._is_next_due:
             return False
         with self._failures.told(f"beginning step {self.steps + 1}"):
             self._before, self._gradients = copied(self._run.model.factors()), None

@@ -96,6 +96,14 @@ class OptimizerSteps:
             name for parameter, name in self._names.items() if parameter.requires_grad and id(parameter) not in held
         ]
 
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer of torch holds any of the parameters; its hooks then tell of its steps.
+
+        Args:
+            optimizer: The optimizer, without wrappers; what still wraps another one steps by itself.
+        """
+        return not hasattr(optimizer, "optimizer") and bool(self._parameters_of(optimizer))
+
     def forget_step(self) -> None:
         """Forget the step that was taken last, and its gradients; the next optimizer that steps begins a new one."""
         self.gradients, self.stepped = {}, False

@@ -190,7 +190,7 @@ def _saved_panels(tables: dict[str, pd.DataFrame], style: dict[str, int], unit: 
     log_steps = _spaced_logarithmically(next(iter(tables.values()))["step"])
     panels = []
     for column in columns:
-        if ("loss" in column) != losses:
+        if ("loss" in column) != losses or column.endswith("_loss_step"):
             continue
         series = []
         for label, table in tables.items():
