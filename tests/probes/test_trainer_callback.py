@@ -113,16 +113,20 @@ def test_clipping_is_part_of_the_gradients(tmp_path):
     np.testing.assert_allclose(norms[1] / norms[0], 0.01 / total, rtol=1e-4)
 
 
-class Scaled(torch.optim.SGD):
+class Scaled(torch.optim.Optimizer):
     """Finds gradients that a scaler has multiplied, and undoes that itself, as fused optimizers do."""
 
-    grad_scale: torch.Tensor
+    def __init__(self, parameters: Any, scale: float) -> None:
+        super().__init__(parameters, {"lr": RATE})
+        self.grad_scale = torch.tensor(scale, dtype=torch.float64)
 
-    def step(self, closure: Any = None) -> Any:
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad.div_(self.grad_scale)
-        return super().step(closure)
+                parameter.sub_(group["lr"] * parameter.grad)
+        return closure
 
 
 def test_the_scale_of_mixed_precision_is_no_part_of_the_gradients(tmp_path):
@@ -130,8 +134,7 @@ def test_the_scale_of_mixed_precision_is_no_part_of_the_gradients(tmp_path):
     for scale in (1.0, 1024.0):
         callback = CircuitProbeCallback(every=1)
         training = trainer(tmp_path, callback, max_steps=2)
-        training.optimizer = Scaled(training.model.parameters(), lr=RATE)
-        training.optimizer.grad_scale = torch.tensor(scale, dtype=torch.float64)
+        training.optimizer = Scaled(training.model.parameters(), scale)
 
         def multiply(parameter: torch.Tensor, scale: float = scale) -> None:
             parameter.grad.mul_(scale)
