@@ -22,6 +22,7 @@ The names in groups:
     Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers), log_spaced
     Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
+    ... in trainers         CircuitRatesCallback (for the Trainer of transformers), lightning_circuit_rates
 """
 
 from typing import TYPE_CHECKING
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
     from .health.alarms import Alarm
     from .health.attention_health import AttentionHealth
     from .rates.circuit_rates import CircuitRates
+    from .rates.lightning_callback import lightning_circuit_rates
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
+    from .rates.trainer_callback import CircuitRatesCallback
     from .training.circuit_probe import CircuitProbe
     from .training.log_filter import LogFilter
     from .training.loggers import log_to, log_to_tensorboard, log_to_wandb
@@ -48,8 +51,10 @@ __all__ = [
     "CircuitProbe",
     "CircuitProbeCallback",
     "CircuitRates",
+    "CircuitRatesCallback",
     "LogFilter",
     "circuit_parameter_groups",
+    "lightning_circuit_rates",
     "log_spaced",
     "log_to",
     "log_to_tensorboard",

@@ -1,0 +1,71 @@
+"""Circuit rates that a trainer's callback creates when training begins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ...circuits.errors import CallError
+from ...circuits.reading.options import ModelKeywords, reading_options
+from .circuit_rates import CircuitRates
+from .multipliers import Multipliers, demand_multipliers
+
+
+class DeferredRates:
+    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins."""
+
+    def __init__(self, qk: Multipliers, ov: Multipliers, biases: bool, options: Any, reading: ModelKeywords) -> None:
+        """Keep the arguments.
+
+        Args:
+            qk: The multiplier of the QK circuit, as for `CircuitRates`.
+            ov: The multiplier of the OV circuit.
+            biases: Whether the biases learn at the rates of their circuits.
+            options: How to read the model, as one object.
+            reading: The same as keywords.
+
+        Raises:
+            CallError: A multiplier is not a finite number above 0, or the options do not go together.
+        """
+        demand_multipliers(qk, ov)
+        self._qk, self._ov, self._biases = qk, ov, biases
+        self._options = reading_options(options, dict(reading), ModelKeywords)
+        self._rates: CircuitRates | None = None
+
+    @property
+    def rates(self) -> CircuitRates:
+        """The rates.
+
+        Raises:
+            CallError: Training has not begun, or it is over.
+        """
+        if self._rates is None:
+            raise CallError("the circuit rates hold while training goes on in this process, which is not now")
+        return self._rates
+
+    def begin(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        """Create the rates.
+
+        Args:
+            model: The model.
+            optimizers: The optimizers, as they are or inside the wrappers of accelerate.
+
+        Raises:
+            CallError: As `CircuitRates` raises it.
+            QkovError: No attention is found.
+        """
+        self.end()
+        held = [_inside(optimizer) for optimizer in optimizers]
+        self._rates = CircuitRates(held, model, self._qk, self._ov, biases=self._biases, options=self._options)
+
+    def end(self) -> None:
+        """Remove the rates. Calling it again is harmless."""
+        if self._rates is not None:
+            self._rates.remove()
+            self._rates = None
+
+
+def _inside(optimizer: Any) -> Any:
+    inside = getattr(optimizer, "optimizer", None)
+    return inside if isinstance(inside, Optimizer) else optimizer
