@@ -477,3 +477,22 @@ def test_what_has_no_attention_is_refused():
         CircuitRates(sgd(model), model)
     with pytest.raises(CallError, match="the multiplier qk should be a finite number above 0, got nan"):
         CircuitRates(sgd(model), model, float("nan"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_is_scaled_as_it_is():
+    """Against gradient descent by hand, with one multiplier and by head."""
+    for qk, expected in ((30.0, 30.0), ({0: 30.0, (1, 0): 2.0}, 30.0)):
+        model = gpt2()
+        optimizer = sgd(model)
+        CircuitRates(optimizer, model, qk)
+        compiled = torch.compile(optimizer.step, backend="eager")
+        for _ in range(2):
+            model.zero_grad()
+            backward(model)
+            weight = model.get_parameter(WEIGHT)
+            wanted = weight.detach().clone()
+            wanted[:, : 2 * D_MODEL] -= expected * LR * weight.grad[:, : 2 * D_MODEL]
+            wanted[:, 2 * D_MODEL :] -= LR * weight.grad[:, 2 * D_MODEL :]
+            compiled()
+            torch.testing.assert_close(weight.detach(), wanted, rtol=0, atol=1e-12)
