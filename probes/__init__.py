@@ -19,7 +19,8 @@ The names in groups:
 
     Attention               AttentionProbe
     Health of attention     AttentionHealth (the scores of every head as it trains), Alarm
-    Circuits in training    CircuitProbe, CircuitProbeCallback (for the Trainer of transformers), log_spaced
+    Circuits in training    CircuitProbe, log_spaced; CircuitProbeCallback (for the Trainer of transformers),
+                            CircuitProbeLightningCallback (for that of Lightning)
     Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
     ... in trainers         CircuitRatesCallback (for the Trainer of transformers), lightning_circuit_rates
@@ -31,6 +32,8 @@ from ..circuits.public_names import lazy_face
 
 if TYPE_CHECKING:
     from .attention.probe import AttentionProbe
+    from .callbacks.lightning_probe import CircuitProbeLightningCallback
+    from .callbacks.trainer_probe import CircuitProbeCallback
     from .health.alarms import Alarm
     from .health.attention_health import AttentionHealth
     from .rates.circuit_rates import CircuitRates
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
     from .training.log_filter import LogFilter
     from .training.loggers import log_to, log_to_tensorboard, log_to_wandb
     from .training.schedule import log_spaced
-    from .training.trainer_callback import CircuitProbeCallback
 
 __all__ = [
     "Alarm",
@@ -50,6 +52,7 @@ __all__ = [
     "CircuitParameterGroups",
     "CircuitProbe",
     "CircuitProbeCallback",
+    "CircuitProbeLightningCallback",
     "CircuitRates",
     "CircuitRatesCallback",
     "LogFilter",

@@ -1,6 +1,5 @@
-"""CircuitProbe in the Trainer of transformers."""
+"""A CircuitProbe in the Trainer of transformers."""
 
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,8 @@ from transformers import TrainerCallback, TrainerState
 
 from ...analyses.trajectories.store import RunStore
 from ...circuits.errors import CallError
-from ...circuits.reading.options import ModelKeywords
-from .circuit_probe import CircuitProbe
+from ..training.circuit_probe import CircuitProbe
+from .options import demand_options
 
 
 class CircuitProbeCallback(TrainerCallback):
@@ -36,17 +35,12 @@ class CircuitProbeCallback(TrainerCallback):
         Args:
             store: The folder of the run store, as for `CircuitProbe`.
             every: The steps to log, as for `CircuitProbe`.
-            **options: Other arguments of `CircuitProbe`, except `start`, which the Trainer knows.
+            **options: Other arguments of `CircuitProbe`, except `start` and `optimizer`, which the Trainer knows.
 
         Raises:
-            CallError: `start` is given, or an argument that a probe does not have.
+            CallError: `start` or `optimizer` is given, or an argument that a probe does not have.
         """
-        if "start" in options:
-            raise CallError("the Trainer sets the step at which the probe starts: leave out start")
-        known = _options_of_probe()
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise CallError(f"a CircuitProbe has no option {unknown[0]}; it has {', '.join(known)}")
+        demand_options(options, {"start": "the Trainer", "optimizer": "the Trainer"})
         self._options = {"store": store, "every": every, **options}
         self._probe: CircuitProbe | None = None
         self._has_hooks = False
@@ -129,11 +123,3 @@ def _last_loss(state: TrainerState) -> dict[str, float]:
     """Return the loss that a resumed run logged last, and its step."""
     logged = [entry for entry in state.log_history if "loss" in entry]
     return {"loss": float(logged[-1]["loss"]), "loss_step": float(logged[-1]["step"])} if logged else {}
-
-
-def _options_of_probe() -> list[str]:
-    parameters = signature(CircuitProbe).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
-    return [
-        name for name in (*names, *ModelKeywords.__annotations__) if name not in ("model", "store", "every", "start")
-    ]
