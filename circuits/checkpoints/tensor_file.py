@@ -113,7 +113,8 @@ def in_memory(tensor: Tensor, name: str) -> Tensor:
         )
     if hasattr(tensor, "full_tensor"):
         raise QkovError(
-            f"{name} is distributed over processes (DTensor): gather it first (full_tensor), or open a checkpoint"
+            f"{name} is distributed over processes (DTensor): a CircuitProbe gathers it while the model is trained; "
+            f"elsewhere gather it first (full_tensor), or open a checkpoint"
         )
     return tensor.detach().cpu()
 

@@ -1,6 +1,6 @@
 """The adapters of PEFT in a model: the names of its weights without them, and the weights that they change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Mapping as Dictionary
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,15 +33,18 @@ class AdaptedLayer:
         self.module, self.label, self._is_off = module, label, is_off
         self.kind = _kind(module)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return the layer's parameters by name, as its adapters change them, in float64 and on the CPU.
+
+        Args:
+            whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is.
 
         Raises:
             QkovError: The adapters do not amount to weights that can be told.
         """
         compute = unmerged if self._is_off else merged
         try:
-            return compute(self.module)
+            return compute(self.module, whole)
         except Exception as error:
             raise QkovError(
                 f"{self.label} has adapters of the type {self.kind} ({type(self.module).__name__}), whose weights "

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ _INPUTS, _ROUNDING = 4, 1e-6
 _NOT_COMPARED = ("MultiheadAttention", "ParamWrapper", "LNTuningLayer")
 
 
-def merged(layer: Any) -> dict[str, Tensor]:
+def merged(layer: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the parameters of a layer by name, with its active adapters merged into them, in float64.
 
     Of a linear layer, the outputs for a few inputs are compared with those of the merged weights, since some adapters
@@ -25,11 +26,12 @@ def merged(layer: Any) -> dict[str, Tensor]:
 
     Args:
         layer: A module of PEFT around the layer, which is not changed.
+        whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is.
 
     Raises:
         QkovError: The layer does not compute what the merged weights do, or is not known.
     """
-    twin = copied(layer)
+    twin = copied(layer, whole)
     base = twin.get_base_layer()
     is_linear = isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D"
     if not is_linear and type(layer).__name__ not in _NOT_COMPARED:
@@ -48,16 +50,17 @@ def merged(layer: Any) -> dict[str, Tensor]:
     return weights
 
 
-def unmerged(layer: Any) -> dict[str, Tensor]:
+def unmerged(layer: Any, whole: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the parameters of a layer by name, without the adapters that were merged into them, in float64.
 
     Args:
         layer: A module of PEFT around the layer, which is not changed.
+        whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is.
 
     Raises:
         QkovError: The adapters are of a kind that cannot be taken out again exactly.
     """
-    twin = copied(layer)
+    twin = copied(layer, whole)
     if not hasattr(twin, "lora_A") or twin.lora_variant:
         raise QkovError("they are merged, and cannot be taken out exactly: call unmerge_adapter()")
     with torch.no_grad(), warnings.catch_warnings():
@@ -71,11 +74,12 @@ def merges_whole(layer: Any) -> bool:
     return hasattr(layer, "unload_and_optionally_merge_module")
 
 
-def copied(module: Any) -> Any:
+def copied(module: Any, whole: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of a module in float64, as in evaluation, on the CPU and without hooks.
 
     Args:
         module: The module; what it holds beside modules, parameters and buffers is shared.
+        whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is.
 
     Raises:
         QkovError: A module inside computes by a function of its own, or its weights are quantised.
@@ -90,17 +94,19 @@ def copied(module: Any) -> Any:
             vars(twin)[name] = OrderedDict()
     for name in ("forward", "_hf_hook", "_old_forward"):
         vars(twin).pop(name, None)
-    twin._parameters = {name: _parameter(value, name) for name, value in module._parameters.items()}
+    twin._parameters = {
+        name: None if value is None else _parameter(whole(value), name) for name, value in module._parameters.items()
+    }
     twin._buffers = {name: None if value is None else _wide(value, name) for name, value in module._buffers.items()}
-    twin._modules = {name: None if value is None else copied(value) for name, value in module._modules.items()}
+    twin._modules = {name: None if value is None else copied(value, whole) for name, value in module._modules.items()}
     vars(twin)["training"] = False
     return twin
 
 
 def _merge(twin: Any) -> dict[str, Tensor]:
     if merges_whole(twin):
-        whole = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        return _parameters(whole, recurse=True)
+        base = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        return _parameters(base, recurse=True)
     base, layer = twin.get_base_layer(), twin
     if any(getattr(twin, "lora_bias", {}).values()) and base.bias is None:
         base.bias = nn.Parameter(torch.zeros(twin.out_features, dtype=torch.float64), requires_grad=False)
@@ -128,9 +134,7 @@ def _parameters(module: nn.Module, recurse: bool = False) -> dict[str, Tensor]:
     return {name.replace(".base_layer", ""): parameter.detach() for name, parameter in named}
 
 
-def _parameter(value: Tensor | None, name: str) -> nn.Parameter | None:
-    if value is None:
-        return None
+def _parameter(value: Tensor, name: str) -> nn.Parameter:
     if not value.is_floating_point():
         raise QkovError(f"its {name} holds {value.dtype} numbers (quantised weights are not read)")
     return nn.Parameter(_wide(value, name), requires_grad=False)

@@ -1,8 +1,9 @@
 """Open a model in memory: its attention weights are read where they are, at any moment of training."""
 
+from collections.abc import Callable
 from typing import Any, Unpack
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..architectures.mapping import Mapping
 from ..architectures.recognition import Recognised, recognise
@@ -48,7 +49,25 @@ def open_model(
         CallError: `model` cannot be opened, or the options do not go together.
         QkovError: The names of its tensors are not recognised, or its weights or adapters cannot be read.
     """
-    chosen = reading_options(options, reading, ModelKeywords)
+    return open_live(model, reading_options(options, reading, ModelKeywords), adapters)
+
+
+def open_live(
+    model: Any, chosen: ReadingOptions, adapters: bool = True, whole: Callable[[Tensor], Tensor] | None = None
+) -> OpenCheckpoint | OpenHookedModel:
+    """Open a model as `open_model` does.
+
+    Args:
+        model: A torch.nn.Module, or any object with TransformerLens' weight interface.
+        chosen: How to read it.
+        adapters: Whether adapters count.
+        whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is; by
+            default such tensors are refused.
+
+    Raises:
+        CallError: As for `open_model`.
+        QkovError: As for `open_model`.
+    """
     if not chosen.are_given and has_weight_interface(model):
         return OpenHookedModel(model, *_wrapped(model))
     if not isinstance(model, nn.Module):
@@ -63,8 +82,9 @@ def open_model(
         demand_no_adapters(tensors, address)
         modules = mappings_of(model)
         how = "by its torch.nn.MultiheadAttention modules"
-        return OpenCheckpoint(LiveWeights(modules.apart(tensors), address), Recognised(how, modules.mappings))
-    return open_tensors(LiveWeights(tensors, address, config), chosen)
+        file = LiveWeights(modules.apart(tensors), address, whole=whole)
+        return OpenCheckpoint(file, Recognised(how, modules.mappings))
+    return open_tensors(LiveWeights(tensors, address, config, whole), chosen)
 
 
 def _wrapped(model: Any) -> tuple[OpenCheckpoint | None, str | None]:

@@ -34,12 +34,19 @@ class LiveParameters:
         recognised: The mapping of each stack of layers, and how it was found.
     """
 
-    def __init__(self, model: nn.Module, options: ReadingOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: ReadingOptions | None = None,
+        whole: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Recognise a model as `open_model` does, but always by its parameters.
 
         Args:
             model: The model.
             options: How to read it, if that is not left to recognition.
+            whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is; by
+                default such tensors are refused.
 
         Raises:
             CallError: `model` is not a torch.nn.Module, or the options do not go together.
@@ -49,7 +56,7 @@ class LiveParameters:
             raise CallError(f"expected a torch.nn.Module, got {type(model).__name__}")
         options = options or ReadingOptions()
         stated = options.stated()
-        self.model = model
+        self.model, self._whole = model, whole
         self._address = f"the model {type(model).__name__}"
         hooked = not options.are_given and has_weight_interface(model)
         # Parts of TransformerLens' models may have their own configs. The model itself states the number of heads.
@@ -95,8 +102,8 @@ class LiveParameters:
 
     def _file(self, tensors: Dictionary[str, Entry]) -> TensorFile:
         if self._modules is not None:
-            return LiveWeights(self._modules.apart(tensors), self._address)
-        return unwrapped(LiveWeights(tensors, self._address, self._config))
+            return LiveWeights(self._modules.apart(tensors), self._address, whole=self._whole)
+        return unwrapped(LiveWeights(tensors, self._address, self._config, self._whole))
 
     def _of_hooked(self, model: Any) -> Recognised:
         """Return the mapping that reads from the parameters the weights that the interface gives."""

@@ -26,7 +26,8 @@ def effective_state(model: nn.Module) -> dict[str, Tensor]:
         for name, of_weight in parametrisations.items():
             parts.append(f"{at}parametrizations.{name}.")
             computed[f"{at}{name}"] = _computed(module, name, of_weight)
-    kept = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tuple(parts))}
+    state = model.state_dict(keep_vars=True)
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(tuple(parts))}
     return kept | computed
 
 

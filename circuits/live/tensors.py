@@ -1,7 +1,7 @@
 """The tensors of a model in memory, in the form of a file of weights."""
 
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as Dictionary
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,16 +16,25 @@ class LiveWeights(TensorFile):
     Weights that adapters change are computed when they are read.
     """
 
-    def __init__(self, tensors: Dictionary[str, Entry], address: str, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Dictionary[str, Entry],
+        address: str,
+        config: dict[str, Any] | None = None,
+        whole: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         """Take the tensors of a model.
 
         Args:
             tensors: The state dict, or what takes its place in a model with adapters.
             address: The model in words, for messages.
             config: Config of the model; None if there is none.
+            whole: Returns the whole value of a tensor that is spread over processes, and any other tensor as it is; by
+                default such tensors are refused.
         """
         super().__init__(address)
         self._tensors = dict(tensors)
+        self._whole = whole or _as_it_is
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.config = config
         self.config_origin = None if config is None else "the model's config"
@@ -47,7 +56,11 @@ class LiveWeights(TensorFile):
             if isinstance(entry, AdaptedWeight):
                 entry.demand_readable()
                 if entry.layer not in adapted:
-                    adapted[entry.layer] = entry.layer.weights()
+                    adapted[entry.layer] = entry.layer.weights(self._whole)
                 entry = adapted[entry.layer][entry.name]
-            read[name] = in_memory(entry, f"{name} of {self.address}")
+            read[name] = in_memory(self._whole(entry), f"{name} of {self.address}")
         return read
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

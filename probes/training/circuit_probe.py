@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from pathlib import Path
 from typing import Any, SupportsFloat, Unpack
@@ -14,7 +15,9 @@ from ...analyses.trajectories.view import TaskDirections, View
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions, reading_options
+from .beside_run import BesideRun
 from .failures import Failures
+from .gathering import Gathering
 from .log_filter import Log, LogFilter, RowLog
 from .model import Factors, LiveModel, copied, same
 from .optimizer_steps import OptimizerSteps, listed, unwrapped
@@ -118,19 +121,28 @@ class CircuitProbe:
         row_log = None if log is None else RowLog(log, log_filter)
         if directions is not None and not isinstance(directions, TaskDirections):
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
-        self._is_idle = _is_beside_the_first()
+        gathering = Gathering.of(model)
+        self._is_idle = gathering is None and _is_beside_the_first()
+        self._failures = Failures(on_error)
         if self._is_idle:
-            self.steps, self._failures = start or 0, Failures(on_error)
+            self.steps = start or 0
             return
         view = View.of(basis, rotary_offset)
         chosen = reading_options(options, reading, ModelKeywords)
         optimizers = None if optimizer is None else listed(optimizer)
-        self._failures = Failures(on_error)
-        live = LiveModel(model, view, chosen)
+        if gathering is not None:
+            settings = "a function" if callable(every) else str(every)
+            gathering.agree((settings, start, basis, rotary_offset), "the arguments (every, start, basis, offset)")
+        live = LiveModel(model, view, chosen, gathering, start or 0)
         # Whatever is wrong with the call is found before anything is written.
         self._optimizers = OptimizerSteps(live.named_parameters(), self._step_begins, self._step_ended)
         missing = [] if optimizers is None else self._optimizers.give(optimizers)
-        self._run = LiveRun(live, chosen, view, directions, store, row_log, start, resume)
+        self._run: LiveRun | BesideRun = BesideRun(live, start or 0)
+        if gathering is None or gathering.is_first:
+            with nullcontext() if gathering is None else gathering.concluded():
+                self._run = LiveRun(live, chosen, view, directions, store, row_log, start, resume)
+        else:
+            gathering.demand_concluded()
         self._failures.noted = self._run.note_failures
         self.steps = self._run.last_step
         self._attached: Attached | None = None
@@ -289,8 +301,10 @@ class CircuitProbe:
             self._is_by_hand = True
             self._optimizers.forget_step()
             if self._is_next_due:
+                self._run.model.gather(self.steps, with_gradients)
                 self._before = copied(self._run.model.factors())
                 self._gradients = copied(self._run.model.gradients()) if with_gradients else None
+                self._run.model.release()
                 self._has_gradients = self._optimizers.has_gradients()
 
     def end_step(self) -> None:
@@ -338,6 +352,7 @@ class CircuitProbe:
 
     def _end(self) -> None:
         if self._count():
+            self._gather_after()
             self._log_step()
 
     def _count(self) -> bool:
@@ -353,9 +368,9 @@ class CircuitProbe:
         if before is None:
             raise CallError(f"step {self.steps} was ended but never begun: call begin_step() before it is taken")
         if gradients is None:
-            are_copied = self._optimizers.stepped
-            gradients = model.gradients(self._optimizers.gradients if are_copied else None)
-            self._has_gradients = self._optimizers.has_gradients(are_copied)
+            copies = self._copies()
+            gradients = model.gradients(copies)
+            self._has_gradients = self._optimizers.has_gradients(copies is not None)
         if self._optimizers.is_trained() and not self._has_gradients:
             self._tell(
                 f"the gradients of all attention weights are 0 or missing at step {self.steps}, so what depends on "
@@ -363,10 +378,21 @@ class CircuitProbe:
             )
             gradients = model.gradients({})
         self._run.measure(self.steps, model.step_quantities(before, gradients), scalars)
+        model.release()
+
+    def _copies(self) -> dict[int, Tensor] | None:
+        """Return the gradients that were copied before the step; None if those are wanted that are there now."""
+        return self._optimizers.gradients if self._optimizers.stepped else None
+
+    def _gather_after(self) -> None:
+        """Gather the weights as they are after a step, at once: the other processes go on to the next step."""
+        copies = self._copies()
+        self._run.model.gather(self.steps, self._gradients is None and (True if copies is None else copies))
 
     def _keep_weights(self) -> None:
         """Keep the weights from before the next step, unless the hooks of an optimizer will do so in time."""
-        if self._is_next_due and not self._optimizers.seen and self._attached is None:
+        is_needed = self._is_next_due and not self._optimizers.seen and self._attached is None
+        if is_needed and not self._run.model.is_spread:
             self._before, self._gradients = copied(self._run.model.factors()), None
 
     def _step_begins(self) -> bool:
@@ -380,13 +406,17 @@ class CircuitProbe:
         if not self._is_next_due:
             return False
         with self._failures.told(f"beginning step {self.steps + 1}"):
+            self._run.model.gather(self.steps)
             self._before, self._gradients = copied(self._run.model.factors()), None
+            self._run.model.release()
             return True
         return False
 
     def _step_ended(self) -> None:
         if not self._is_by_hand and self._count():
-            self._is_pending = True
+            with self._failures.told(f"gathering the weights of step {self.steps}"):
+                self._gather_after()
+                self._is_pending = True
             # Where `step` is called after the optimizer, what it notes belongs to this step.
             if not self._is_noted_after:
                 self._log_pending()
@@ -398,7 +428,10 @@ class CircuitProbe:
                 self._log_step()
 
     def _has_not_moved(self) -> bool:
-        """Return whether the weights are those of before, although there are gradients."""
+        """Return whether the weights are those of before, although there are gradients; or no optimizer was seen."""
+        if self._run.model.is_spread:
+            # Processes that share a model count the steps of torch's optimizers alone, which are the same in all.
+            return True
         if not self._is_next_due or self._before is None:
             return False
         return self._optimizers.has_gradients() and same(self._before, self._run.model.factors())

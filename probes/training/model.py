@@ -13,12 +13,13 @@ from ...circuits.algebra.circuit import Circuit
 from ...circuits.algebra.factor_steps import measure_step
 from ...circuits.errors import QkovError
 from ...circuits.live.adapters import AdaptedWeight, Entry, adapted_names, without_peft
-from ...circuits.live.models import open_model
+from ...circuits.live.models import open_live
 from ...circuits.live.parameters import LiveParameters
 from ...circuits.reading.options import ReadingOptions
 from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.source import AttentionSource, LayersInMemory
 from ...circuits.weights.trained_factors import trained_circuits, without_product
+from .gathering import Gathering, is_spread, stand_in
 
 #: The stack and the number of a layer, and the name of a circuit.
 CircuitKey = tuple[str, int, str]
@@ -52,13 +53,17 @@ class LiveModel:
         untested: The circuits for which the test of the preconditioner lacks some quantities.
     """
 
-    def __init__(self, model: Any, view: View, options: ReadingOptions) -> None:
+    def __init__(
+        self, model: Any, view: View, options: ReadingOptions, gathering: Gathering | None = None, start: int = 0
+    ) -> None:
         """Recognise the model.
 
         Args:
             model: Any model that `open_model` opens.
             view: The basis and the rotary offset.
             options: How to read the model.
+            gathering: Gathers its parameters, if they are spread over processes.
+            start: The number of steps that it has been trained already.
 
         Raises:
             CallError: The model is not a model, or the view is not possible.
@@ -66,7 +71,14 @@ class LiveModel:
         """
         self._model, self._view, self._options = model, view, options
         self.name = type(without_peft(model)).__name__
-        opened = open_model(model, options)
+        self._gathering = gathering
+        self._wanted: list[Tensor] | None = None
+        self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._parameters: LiveParameters | None = None
+        self._adapted_names: frozenset[str] = frozenset()
+        self._is_adapted = False
+        self.gather(start)
+        opened = self._open()
         self.recognised, self.skipped = opened.recognised, opened.skipped
         layers = tuple(opened.layers())
         view.demand_possible(LayersInMemory(layers), f"the model {type(model).__name__}")
@@ -78,25 +90,61 @@ class LiveModel:
         }
         keys = [(weights.stack, weights.layer, name) for weights in layers for name in _circuits_in(weights)]
         self._is_of_product = {key: key not in reasons for key in keys}
-        self._parameters: LiveParameters | None = None
         try:
-            self._parameters = LiveParameters(model, options)
+            self._parameters = LiveParameters(model, options, self._whole)
         except QkovError as error:
             reasons = dict.fromkeys(keys, f"its gradients cannot be read: {error}")
         else:
             reasons |= dict.fromkeys(self._frozen(), "not all of its weights are trained")
             reasons |= self._adapted()
         self.untested = _untested(reasons)
-        self._adapted_names: frozenset[str] = frozenset()
-        self._is_adapted = False
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its parameters are spread over processes, which gather them together."""
+        return self._gathering is not None
+
+    @property
+    def _is_beside(self) -> bool:
+        return self._gathering is not None and not self._gathering.is_first
+
+    def gather(self, step: int, gradients: Dictionary[int, Tensor] | bool = False) -> None:
+        """Bring parameters together that are spread over processes, for what is read until `release`.
+
+        All processes have to do this at the same steps. For any other model this does nothing.
+
+        Args:
+            step: The step.
+            gradients: Whether the gradients are gathered too; or copies of them, by the id of the parameter.
+
+        Raises:
+            QkovError: The processes differ in the step or in the model.
+        """
+        if self._gathering is None:
+            return
+        # A first reading, of zeros, finds out which tensors are read.
+        self._wanted = wanted = []
+        try:
+            for adapters in (True, False) if adapted_names(self._model) else (True,):
+                for _ in self._open(adapters).layers():
+                    pass
+            if gradients is not False:
+                self._read(_gradients_in(None if gradients is True else gradients), _missing)
+        finally:
+            self._wanted = None
+        self._gathered = self._gathering.gather(step, wanted)
+
+    def release(self) -> None:
+        """Forget what was gathered."""
+        self._gathered = {}
 
     def layers(self) -> LayersInMemory:
         """Return the layers in the basis of the view, sharing the model's memory where possible."""
-        return self._in_basis(open_model(self._model, self._options))
+        return self._in_basis(self._open())
 
     def factors(self) -> Factors:
         """Return the factors that training moves, sharing the model's memory where possible."""
-        return self._read(lambda parameter: parameter, lambda weight: weight)
+        return {} if self._is_beside else self._read(lambda parameter: parameter, lambda weight: weight)
 
     def base_layers(self) -> LayersInMemory | None:
         """Return the layers without the adapters of attention, in the basis of the view; None if there are none.
@@ -109,7 +157,7 @@ class LiveModel:
             factors = self._entries()
             self._adapted_names = names
             self._is_adapted = bool(names) and (self._parameters is None or not names.isdisjoint(factors))
-        return self._in_basis(open_model(self._model, self._options, adapters=False)) if self._is_adapted else None
+        return self._in_basis(self._open(adapters=False)) if self._is_adapted else None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that hold the factors or adapt them, with their names; each once."""
@@ -148,9 +196,7 @@ class LiveModel:
         Args:
             copies: Gradients by the id of the parameter; by default those that the parameters have.
         """
-        if copies is None:
-            return self._read(_gradient, _missing)
-        return self._read(lambda parameter: copies.get(id(parameter), _missing(parameter)), _missing)
+        return {} if self._is_beside else self._read(_gradients_in(copies), _missing)
 
     def step_quantities(self, before: Factors, gradients: Factors) -> dict[CircuitKey, dict[str, list[float]]]:
         """Return the quantities of the step from earlier factors to the current ones.
@@ -175,6 +221,21 @@ class LiveModel:
                 times = self._heads[key[:2]] // count
                 measured[key] = {name: of[place].repeat_interleave(times).tolist() for name, of in values.items()}
         return measured
+
+    def _open(self, adapters: bool = True) -> AttentionSource:
+        return open_live(self._model, self._options, adapters, self._whole)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """Return what was gathered of a tensor that is spread over processes; any other tensor as it is."""
+        if self._gathering is None or not is_spread(tensor):
+            return tensor
+        if self._wanted is not None:
+            self._wanted.append(tensor)
+        if self._wanted is not None or self._is_beside:
+            return stand_in(tensor)
+        if id(tensor) not in self._gathered:
+            raise QkovError("a weight that is spread over processes was not gathered before it was read")
+        return self._gathered[id(tensor)][1]
 
     def _in_basis(self, opened: AttentionSource) -> LayersInMemory:
         return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))
@@ -259,8 +320,14 @@ def _factors_in(circuit: Circuit) -> list[Tensor]:
     return [factor for factor in (circuit.left, circuit.right) if factor is not None]
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return _missing(parameter) if parameter.grad is None else parameter.grad
+def _gradients_in(copies: Dictionary[int, Tensor] | None) -> Callable[[nn.Parameter], Tensor]:
+    """Return what gives the gradient of a parameter: among copies, or the one that it has."""
+
+    def gradient(parameter: nn.Parameter) -> Tensor:
+        found = parameter.grad if copies is None else copies.get(id(parameter))
+        return _missing(parameter) if found is None else found
+
+    return gradient
 
 
 def _missing(weight: nn.Parameter | AdaptedWeight) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...circuits.errors import CallError
 from ..step_calls import is_running
+from .gathering import is_spread, local
 from .step_hooks import unwatch_steps, watch_steps
 
 
@@ -121,12 +122,14 @@ class OptimizerSteps:
         """
         current = (parameter.grad for parameter in self._names)
         gradients = self.gradients.values() if copied else current
-        return any(bool((gradient.nan_to_num(0.0) != 0).any()) for gradient in gradients if gradient is not None)
+        # Of a gradient that is spread over processes, this one's part, since all of it takes all of them.
+        parts = (local(gradient) for gradient in gradients if gradient is not None)
+        return any(bool((part.nan_to_num(0.0) != 0).any()) for part in parts)
 
     def has_new_gradients(self) -> bool:
         """Return whether there are gradients that were computed after the optimizers' last step."""
         return any(
-            parameter.grad is not None and _state(parameter) != state and bool(parameter.grad.any())
+            parameter.grad is not None and _state(parameter) != state and bool(local(parameter.grad).any())
             for parameter, state in self._after_step
         )
 
@@ -227,7 +230,9 @@ class OptimizerSteps:
         for key, parameter in own.items():
             if parameter.grad is not None:
                 copied = parameter.grad.detach().clone()
-                self.gradients[key] = copied if scale is None else copied / scale.to(copied.device)
+                # A gradient that is spread over processes is not divided by a tensor that is not.
+                divisor = 1.0 if scale is None else float(scale) if is_spread(copied) else scale.to(copied.device)
+                self.gradients[key] = copied if scale is None else copied / divisor
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[int, Tensor]:
         every = (parameter for group in optimizer.param_groups for parameter in group["params"])
