@@ -8,6 +8,7 @@ from transformers import TrainerCallback, TrainerState
 from ...analyses.trajectories.store import RunStore
 from ...circuits.errors import CallError
 from ..training.circuit_probe import CircuitProbe
+from ..training.gathering import is_shared
 from .options import demand_options
 
 
@@ -19,7 +20,7 @@ class CircuitProbeCallback(TrainerCallback):
 
     Steps are the Trainer's, one for all batches whose gradients it accumulates. Gradients are those that the optimizer
     finds, after clipping and without the scale of mixed precision. When several processes train, only the first has a
-    probe.
+    probe, unless they share the parameters (`fully_shard`) and gather them together.
 
     Each row has the learning rate of its step, and as `training_loss` the loss that the Trainer logged last: the mean
     since the log before, at the step `training_loss_step`. What the Trainer logs at a step that is logged here too is
@@ -63,7 +64,7 @@ class CircuitProbeCallback(TrainerCallback):
         Raises:
             CallError: Training begins anew, and the store holds a run already.
         """
-        if not state.is_world_process_zero:
+        if not state.is_world_process_zero and not is_shared(kwargs["model"]):
             return
         if self._probe is not None:
             self._probe.close()

@@ -57,7 +57,9 @@ class CircuitProbe:
 
     A failure while training (a full disk, a layer that cannot be read, a `log` that raises) is told once, counted in
     `failures`, and does not stop training. Where several processes train the model, the probes of all but the first,
-    of rank 0, do nothing.
+    of rank 0, do nothing. Where they share its parameters (`fully_shard`), every process has to make the probe, with
+    the same arguments, and call it alike: they gather the attention weights and their gradients together, at due steps
+    alone, and the first one measures.
 
     The probe holds copies of the attention weights at the start, at the step that was logged last, and from before a
     step that is to be logged. A step is written whole or not at all, so `qkov report` can read the store at any time,
@@ -413,7 +415,9 @@ class CircuitProbe:
         return False
 
     def _step_ended(self) -> None:
-        if not self._is_by_hand and self._count():
+        # Where a step could not be begun, the processes have stopped gathering, which was told.
+        is_begun = self._before is not None or not self._run.model.is_spread
+        if not self._is_by_hand and self._count() and is_begun:
             with self._failures.told(f"gathering the weights of step {self.steps}"):
                 self._gather_after()
                 self._is_pending = True

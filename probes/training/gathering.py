@@ -1,5 +1,6 @@
 """Parameters that are spread over processes (DTensor, as by fully_shard) are gathered, by all processes together."""
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class Gathering:
         Raises:
             QkovError: As for the constructor.
         """
-        spread: Any = next((parameter for parameter in _parameters(model) if is_spread(parameter)), None)
+        spread: Any = next(filter(is_spread, _parameters(model)), None)
         if spread is None:
             return None
         ranks = sorted(spread.device_mesh.mesh.flatten().tolist())
@@ -143,8 +144,10 @@ class Gathering:
         return gathered
 
     def _silence(self, error: RuntimeError) -> str:
+        # Without the place in torch's own code, and what it says to those who work on it.
+        reason = re.sub(r"^\[.*?\] *", "", str(error).partition("\n")[0]).partition(". ")[0]
         return (
-            f"not all of the processes {self._ranks} take part in gathering ({str(error).splitlines()[0]}): make the "
+            f"not all of the processes {self._ranks} take part in gathering ({reason}): make the "
             f"probe in every process, with the same arguments, and call it alike in all of them"
         )
 
@@ -152,6 +155,11 @@ class Gathering:
 def is_spread(tensor: object) -> bool:
     """Return whether a tensor is spread over processes."""
     return hasattr(tensor, "full_tensor")
+
+
+def is_shared(model: Any) -> bool:
+    """Return whether processes share a model, each with a part of its parameters."""
+    return any(map(is_spread, _parameters(model)))
 
 
 def local(tensor: Any) -> Tensor:

@@ -70,7 +70,7 @@ class LiveModel:
             QkovError: The model's weights are not recognised, or cannot be read.
         """
         self._model, self._view, self._options = model, view, options
-        self.name = type(without_peft(model)).__name__
+        self.name = _class_name(without_peft(model))
         self._gathering = gathering
         self._wanted: list[Tensor] | None = None
         self._gathered: dict[int, tuple[Tensor, Tensor]] = {}
@@ -277,6 +277,12 @@ class LiveModel:
             for key, circuit in factors.items()
             if any(bool(factor.any()) for factor in _factors_in(circuit))
         }
+
+
+def _class_name(model: Any) -> str:
+    """Return the name of a model's class, without that which fully_shard puts in front of it."""
+    kinds = type(model).__mro__
+    return next(kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
 def copied(factors: Factors) -> Factors:
