@@ -133,8 +133,8 @@ class CircuitProbe:
         chosen = reading_options(options, reading, ModelKeywords)
         optimizers = None if optimizer is None else listed(optimizer)
         if gathering is not None:
-            settings = "a function" if callable(every) else str(every)
-            gathering.agree((settings, start, basis, rotary_offset), "the arguments (every, start, basis, offset)")
+            stated = "a function" if callable(every) else every, start, basis, rotary_offset
+            gathering.agree(", ".join(map(str, stated)), "the arguments (every, start, basis, rotary_offset)")
         live = LiveModel(model, view, chosen, gathering, start or 0)
         # Whatever is wrong with the call is found before anything is written.
         self._optimizers = OptimizerSteps(live.named_parameters(), self._step_begins, self._step_ended)
@@ -170,6 +170,8 @@ class CircuitProbe:
         """Say what the probe does."""
         if self._is_idle:
             return "CircuitProbe(measures nothing: the first process does)"
+        if isinstance(self._run, BesideRun):
+            return f"CircuitProbe(gathers weights for the first process, which measures; step {self.steps})"
         return f"CircuitProbe({self._run.model.name}, step {self.steps}, {self.failures} failures)"
 
     def _repr_html_(self) -> str:
@@ -178,6 +180,8 @@ class CircuitProbe:
 
         if self._is_idle:
             return card("CircuitProbe", ["it measures nothing: the first process does"], [])
+        if isinstance(self._run, BesideRun):
+            return card("CircuitProbe", ["it gathers weights for the first process, which measures"], [])
         words = [f"step {self.steps}", f"last logged step {self._run.last_step}"]
         words += [f"{self.failures} failures; the last: {self._failures.last}"] if self.failures else []
         return card(f"CircuitProbe of {self._run.model.name}", words, self._run.history.curves())

@@ -69,12 +69,12 @@ class Gathering:
             )
         return gathering
 
-    def agree(self, statement: object, about: str) -> None:
+    def agree(self, statement: str, about: str) -> None:
         """Refuse to go on if the processes state different things.
 
         Args:
-            statement: What this process states, in a form that can be compared.
-            about: What it is about, for the message.
+            statement: What this process states.
+            about: What it is about, in the plural, for the message.
 
         Raises:
             QkovError: The processes differ, one of them does not answer, or gathering has ended before.
@@ -90,8 +90,8 @@ class Gathering:
         other = next((place for place, of_other in enumerate(stated) if of_other != stated[0]), None)
         if other is not None:
             self._failure = (
-                f"{about} differs between processes ({stated[0]} in process {self._ranks[0]}, {stated[other]} in "
-                f"process {self._ranks[other]}), so their weights are not gathered: give all processes the same probe"
+                f"{about} differ between processes ({stated[0]} in process {self._ranks[0]}; {stated[other]} in "
+                f"process {self._ranks[other]}): make the same probe in all of them"
             )
             raise QkovError(self._failure)
 
@@ -134,7 +134,8 @@ class Gathering:
             QkovError: The processes differ in the step or the tensors.
         """
         wanted = list({id(tensor): tensor for tensor in tensors}.values())
-        self.agree((step, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in wanted]), "what is gathered")
+        shapes = "; ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in wanted)
+        self.agree(f"step {step}: {shapes}", "the tensors that are gathered")
         gathered: dict[int, tuple[Tensor, Tensor]] = {}
         for tensor in wanted:
             spread: Any = tensor.detach()

@@ -15,22 +15,13 @@ import torch
 from qkov.circuits import CallError, QkovError
 from qkov.probes import CircuitProbe, CircuitProbeCallback
 from qkov.probes.training import gathering
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainerState
 
 from .circuit_models import Classifier, language_loss, language_model, loss_of
 
 STEPS = 6
-#: How each kind of model is made, its loss for a seed, and the modules that are shared apart.
-KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], torch.Tensor], Callable[[Any], Any]]] = {
-    "gpt2": (lambda: language_model("gpt2"), language_loss, lambda model: model.transformer.h),
-    "llama": (lambda: language_model("llama"), language_loss, lambda model: model.model.layers),
-    "torch": (Classifier, loss_of, lambda model: [model.attention]),
-    "lora": (lambda: with_lora(), language_loss, lambda model: model.base_model.model.transformer.h),
-    "checkpointed": (lambda: checkpointed(), language_loss, lambda model: model.transformer.h),
-    "compiled": (lambda: compiled(), language_loss, lambda model: model.transformer.h),
-}
 
 
 def with_lora() -> Any:
@@ -45,8 +36,11 @@ def with_lora() -> Any:
 
 
 def checkpointed() -> Any:
-    model = language_model("gpt2")
-    model.gradient_checkpointing_enable()
+    # Activations are computed anew in training alone, where dropout would differ between processes.
+    model = language_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable()
     return model.train()
 
 
@@ -55,6 +49,17 @@ def compiled() -> Any:
     for block in model.transformer.h:
         block.compile(backend="eager")
     return model
+
+
+#: How each kind of model is made, its loss for a seed, and the modules that are shared apart.
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], torch.Tensor], Callable[[Any], Any]]] = {
+    "gpt2": (lambda: language_model("gpt2"), language_loss, lambda model: model.transformer.h),
+    "llama": (lambda: language_model("llama"), language_loss, lambda model: model.model.layers),
+    "torch": (Classifier, loss_of, lambda model: [model.attention]),
+    "lora": (with_lora, language_loss, lambda model: model.base_model.model.transformer.h),
+    "checkpointed": (checkpointed, language_loss, lambda model: model.transformer.h),
+    "compiled": (compiled, language_loss, lambda model: model.transformer.h),
+}
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
@@ -72,23 +77,30 @@ def trained(kind: str, way: str, rank: int, folder: Path) -> None:
     callback = CircuitProbeCallback(folder / f"{kind} {way}", every=2, on_error="raise")
     state = TrainerState(is_world_process_zero=rank == 0)
     probe: CircuitProbe | None = None
-    if way in ("given", "step"):
+    if way in ("given", "step", "hand"):
         given = optimizer if way == "given" else None
         probe = CircuitProbe(model, folder / f"{kind} {way}", every=2, optimizer=given, on_error="raise")
     elif way == "callback":
-        callback.on_train_begin(None, state, None, model=model)
+        callback.on_train_begin(None, state, None, model=model, optimizer=optimizer)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of_kind(model, 10 * step + rank)
         loss.backward()
         if way == "callback":
-            callback.on_pre_optimizer_step(None, state, None)
+            callback.on_pre_optimizer_step(None, state, None, optimizer=optimizer)
+        if way == "hand" and probe is not None:
+            probe.begin_step()
         optimizer.step()
         if way == "callback":
             callback.on_optimizer_step(None, state, None)
+        elif way == "hand" and probe is not None:
+            probe.end_step()
         elif probe is not None:
             probe.step(loss)
-    whole = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in model.state_dict().items()}
+    state_dict: dict[str, Any] = model.state_dict()
+    whole = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state_dict.items()
+    }
     if rank == 0:
         torch.save(whole, folder / f"{kind} {way}.pt")
     if probe is not None:
@@ -181,7 +193,7 @@ def main(rank: int, folder: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder / 'at'}", rank=rank, world_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for way in ("none", "given", "step", "callback"):
+        for way in ("none", "given", "step", "hand", "callback"):
             trained("gpt2", way, rank, folder)
         for kind in list(KINDS)[1:]:
             for way in ("none", "given"):
