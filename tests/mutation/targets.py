@@ -146,8 +146,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/training/circuit_probe.py": _tests(
         "probes", "circuit_probe", "training_loops", "circuit_probe_models", "circuit_probe_store"
     ),
+    "probes/training/gathering.py": _tests("probes", "shared_parameters"),
     "probes/training/model.py": _tests(
-        "probes", "circuit_probe", "training_loops", "circuit_probe_models", "adapters_in_training"
+        "probes", "circuit_probe", "training_loops", "circuit_probe_models", "adapters_in_training", "shared_parameters"
     ),
     "probes/training/optimizer_steps.py": _tests("probes", "training_loops", "circuit_probe"),
     "probes/training/run.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_store"),
