@@ -121,15 +121,14 @@ def counted(rank: int) -> dict[str, Any]:
         model = language_model("gpt2")
         fully_shard(model)
         optimizer = optimizer_of(model)
-        if every is not None:
-            probe = CircuitProbe(model, every=every, optimizer=optimizer, on_error="raise")
+        probe = None if every is None else CircuitProbe(model, every=every, optimizer=optimizer, on_error="raise")
         of_steps = []
         for step in range(STEPS):
             with torch.profiler.profile() as profiler:
                 optimizer.zero_grad()
                 language_loss(model, 10 * step + rank).backward()
                 optimizer.step()
-                if every is not None:
+                if probe is not None:
                     probe.step()
             events = [event.name for event in profiler.events() or []]
             of_steps.append(sum(name.startswith("gloo:") or "c10d::" in name for name in events))

@@ -58,7 +58,7 @@ def alone() -> dict[str, pd.DataFrame]:
         for step in range(STEPS):
             optimizer.zero_grad()
             losses = [loss_of(model, 10 * step + rank) for rank in (0, 1)]
-            (sum(losses) / 2).backward()
+            ((losses[0] + losses[1]) / 2).backward()
             optimizer.step()
             probe.step(losses[0])
         probe.close()
