@@ -8,6 +8,7 @@ from torch import Tensor
 from ...analyses.trajectories.store import RunStore
 from ...circuits.errors import CallError, QkovError
 from ..training.circuit_probe import CircuitProbe
+from ..training.gathering import is_shared
 from .lightning import callback_class
 from .options import demand_options
 
@@ -83,7 +84,7 @@ class CircuitProbeLightningCallback(_Callback or object):
         Raises:
             CallError: Training starts anew, and the store holds a run already; or no optimizer trains the attention.
         """
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero and not is_shared(pl_module):
             return
         if self._probe is not None:
             self._probe.close()
