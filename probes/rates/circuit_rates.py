@@ -118,11 +118,7 @@ class CircuitRates:
             self._accept(part)
         _demand_all([part.entries for part in wanted if id(part) not in self._accepted])
         _ACTIVE.add(self)
-        if any(part.is_scaled for part in self._scaled):
-            for each in self._optimizers:
-                # A compiled step calls them as they are.
-                keep, scale = torch.compiler.disable(self._keep), torch.compiler.disable(self._scale)
-                self._handles += [each.register_step_pre_hook(keep), each.register_step_post_hook(scale)]
+        self._hook()
 
     def scales(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
         """Return whether the steps that an optimizer makes with a parameter are scaled.
@@ -185,6 +181,18 @@ class CircuitRates:
         for part in self._scaled:
             if part.entries.circuit == circuit and any(block.layer == layer for block in part.entries.blocks):
                 part.refresh(self._of_heads)
+                # What can be scaled as a whole may not be where heads differ.
+                self._accepted.pop(id(part), None)
+        self._hook()
+
+    def _hook(self) -> None:
+        """Put hooks on the optimizers as soon as anything is scaled."""
+        if self._handles or not any(part.is_scaled for part in self._scaled):
+            return
+        for each in self._optimizers:
+            # A compiled step calls them as they are.
+            keep, scale = torch.compiler.disable(self._keep), torch.compiler.disable(self._scale)
+            self._handles += [each.register_step_pre_hook(keep), each.register_step_post_hook(scale)]
 
     def _wanted(self) -> list[ScaledEntries]:
         """The entries that are trained now and have a rate of their own."""
@@ -222,7 +230,7 @@ class CircuitRates:
                 self._accept(part)
             except CallError as error:
                 self._refused[id(part)] = f"at the base rate: {name}, since {error}"
-                refused.append(f"{name} is trained from now on, and learns at the base rate: {error}")
+                refused.append(f"{name} cannot be scaled from now on, and learns at the base rate: {error}")
             else:
                 without += [] if id(part) in self._accepted else [name]
         if refused:
@@ -243,11 +251,30 @@ class CircuitRates:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 if any(parameter is part.entries.parameter for parameter in group["params"]):
-                    _demand_free(optimizer, group, part.entries)
+                    self._demand_free(optimizer, group, part.entries)
                     if self._kind(optimizer, group) == "tensors":
                         _demand_whole(optimizer, part)
                     self._accepted[id(part)] = optimizer
                     return
+
+    def _demand_free(self, optimizer: Optimizer, group: dict[str, Any], entries: CircuitEntries) -> None:
+        name, parameter = entries.name, entries.parameter
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise CallError(
+                f"{name} is of {parameter.dtype}, in which a step is mostly rounding error, which scaling would magnify: keep "
+                f"the weights in float32 and compute under torch.autocast"
+            )
+        if hasattr(parameter, "full_tensor"):
+            raise CallError(
+                f"{name} is spread over processes (DTensor), and its slices cannot be scaled: split the projections"
+            )
+        if group.get(MULTIPLIER, 1.0) != 1.0:
+            raise CallError(
+                f"{name} already learns at {group[MULTIPLIER]:g} times the base rate through circuit_parameter_groups: "
+                f"use one or the other"
+            )
+        if any(other is not self and other.scales(optimizer, parameter) for other in _ACTIVE):
+            raise CallError(f"the steps of {name} are already scaled by another CircuitRates: remove() that first")
 
     def _kind(self, optimizer: Optimizer, group: dict[str, Any]) -> str:
         """What moves in proportion to the rate: each entry, or each tensor; it is found out once for each group."""
@@ -287,26 +314,6 @@ def _listed(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
         if isinstance(getattr(each, "optimizer", None), Optimizer):
             raise CallError(f"{type(each).__name__} wraps another optimizer: give that one, its .optimizer")
     return optimizers
-
-
-def _demand_free(optimizer: Optimizer, group: dict[str, Any], entries: CircuitEntries) -> None:
-    name, parameter = entries.name, entries.parameter
-    if parameter.dtype not in (torch.float32, torch.float64):
-        raise CallError(
-            f"{name} is of {parameter.dtype}, in which a step is mostly rounding error, which scaling would magnify: "
-            f"keep the weights in float32 and compute under torch.autocast"
-        )
-    if hasattr(parameter, "full_tensor"):
-        raise CallError(
-            f"{name} is spread over processes (DTensor), and its slices cannot be scaled: split the projections"
-        )
-    if group.get(MULTIPLIER, 1.0) != 1.0:
-        raise CallError(
-            f"{name} already learns at {group[MULTIPLIER]:g} times the base rate through circuit_parameter_groups: "
-            f"use one or the other"
-        )
-    if any(other.scales(optimizer, parameter) for other in _ACTIVE):
-        raise CallError(f"the steps of {name} are already scaled by another CircuitRates: remove() that first")
 
 
 def _demand_whole(optimizer: Optimizer, part: ScaledEntries) -> None:

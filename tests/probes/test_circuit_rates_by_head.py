@@ -218,6 +218,36 @@ def test_a_head_s_multiplier_may_change_from_step_to_step():
     assert_times(steps["model.layers.1.self_attn.k_proj.weight"], np.full(24, 6.0))
 
 
+def test_a_head_s_multiplier_may_change_where_none_had_one_before():
+    model = llama()
+    optimizer = sgd(model)
+    rates = CircuitRates(optimizer, model, 1.0)
+    assert not optimizer._optimizer_step_pre_hooks
+    rates._set_multiplier("OV", ("", 0), 2, 0.25)
+    steps = steps_of(model, optimizer)
+    assert_times(steps["model.layers.0.self_attn.v_proj.weight"], np.repeat([1.0, 1.0, 0.25, 1.0], 12))
+    assert_times(steps["model.layers.0.self_attn.o_proj.weight"].T, np.repeat([1.0, 1.0, 0.25, 1.0], 12))
+    assert_times(steps["model.layers.0.self_attn.q_proj.weight"], np.ones(48))
+    rates.remove()
+    rates._set_multiplier("OV", ("", 0), 2, 0.5)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_heads_of_one_matrix_that_come_to_differ_are_told_under_an_optimizer_of_whole_matrices():
+    model = llama()
+    muon = torch.optim.Muon([one for name, one in model.named_parameters() if ".layers." in name and one.ndim == 2])
+    rates = CircuitRates(muon, model, 3.0)
+    query = model.model.layers[1].self_attn.q_proj.weight
+    assert rates.scales(muon, query)
+    rates._set_multiplier("QK", ("", 1), 0, 1.0)
+    loss_of(model, next(batches(1))).backward()
+    told = r"^model\.layers\.1\..*q_proj\.weight .* learns at the base rate: .* holds heads with different.*more, see"
+    with pytest.warns(UserWarning, match=told):
+        muon.step()
+    assert not rates.scales(muon, query)
+    assert rates.scales(muon, model.model.layers[0].self_attn.q_proj.weight)
+
+
 def test_in_float32_and_on_a_model_that_changes_its_type():
     model = llama()
     optimizer = sgd(model)

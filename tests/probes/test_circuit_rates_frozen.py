@@ -10,7 +10,7 @@ from qkov.circuits import CallError
 from qkov.probes import CircuitRates
 
 from ..circuits.family_proof import small
-from .fused_models import VOCABULARY, batches, loss_of
+from .fused_models import BY_NAME, VOCABULARY, batches, loss_of
 
 LR, QK = 1e-2, 30.0
 NAMES = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
@@ -108,14 +108,26 @@ def test_what_cannot_be_scaled_when_it_comes_learns_at_the_base_rate_and_is_told
     model.model.layers[1].requires_grad_(True)
     of_rates = {"params": list(model.model.layers[1].parameters()), "multiplier": 5.0}
     optimizer.add_param_group(of_rates)
-    told = (
-        r"^model\.layers\.1\.self_attn\.q_proj\.weight is trained from now on, and learns at the base rate: .*already "
-    )
+    told = r"^model\.layers\.1\.self_attn\.q_proj\.weight cannot be scaled from now on, and learns at the base rate: .*already"
     with pytest.warns(UserWarning, match=told):
         assert times(model, optimizer) == [QK, 1.0]
     assert times(model, optimizer) == [QK, 1.0]
     assert "at the base rate: model.layers.1.self_attn.q_proj.weight, since model.layers.1" in rates.describe()
     assert rates.describe().startswith("QK: 30 times the base rate, 4,608 entries in model.layers.0.self_attn.q_proj")
+
+
+def test_both_circuits_of_a_fused_weight_are_scaled_when_it_is_unfrozen():
+    model = BY_NAME["GPT-2"].model(torch.float64)
+    weight = model.get_parameter("transformer.h.0.attn.c_attn.weight").requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    CircuitRates(optimizer, model, QK, 2.0)
+    weight.requires_grad_(True)
+    loss_of(model, next(batches(1))).backward()
+    width = weight.shape[0]
+    times = torch.tensor([QK] * 2 * width + [2.0] * width, dtype=torch.float64)
+    expected = weight.detach() - LR * times * weight.grad
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-13)
 
 
 def test_attention_that_is_trained_from_the_start_has_to_be_in_an_optimizer():
