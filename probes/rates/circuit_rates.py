@@ -191,7 +191,8 @@ class CircuitRates:
             return
         for each in self._optimizers:
             # A compiled step calls them as they are.
-            keep, scale = torch.compiler.disable(self._keep), torch.compiler.disable(self._scale)
+            keep: Any = torch.compiler.disable(self._keep)
+            scale: Any = torch.compiler.disable(self._scale)
             self._handles += [each.register_step_pre_hook(keep), each.register_step_post_hook(scale)]
 
     def _wanted(self) -> list[ScaledEntries]:
@@ -261,8 +262,8 @@ class CircuitRates:
         name, parameter = entries.name, entries.parameter
         if parameter.dtype not in (torch.float32, torch.float64):
             raise CallError(
-                f"{name} is of {parameter.dtype}, in which a step is mostly rounding error, which scaling would magnify: keep "
-                f"the weights in float32 and compute under torch.autocast"
+                f"{name} is of {parameter.dtype}, in which a step is mostly rounding error, which scaling would "
+                f"magnify: keep the weights in float32 and compute under torch.autocast"
             )
         if hasattr(parameter, "full_tensor"):
             raise CallError(

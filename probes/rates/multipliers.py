@@ -39,8 +39,9 @@ class HeadMultipliers:
             for block in part.blocks:
                 of_circuit = sizes[part.circuit]
                 of_circuit[block.layer] = max(of_circuit.get(block.layer, 0), block.heads.stop)
+        given: dict[CircuitName, Multipliers] = {"QK": qk, "OV": ov}
         self._of: dict[CircuitName, dict[LayerKey, list[float]]] = {
-            circuit: _by_layer(ARGUMENTS[circuit], given, sizes[circuit]) for circuit, given in (("QK", qk), ("OV", ov))
+            circuit: _by_layer(ARGUMENTS[circuit], of_circuit, sizes[circuit]) for circuit, of_circuit in given.items()
         }
 
     def heads(self, circuit: CircuitName) -> Dictionary[LayerKey, list[float]]:
@@ -174,7 +175,7 @@ def _of_mapping(
         named[layer, head] = key
     for (layer, head), key in sorted(named.items(), key=lambda item: item[0][1] is not None):
         value = given[key]
-        values = value.tolist() if isinstance(value, Tensor) else value
+        values: Any = value.tolist() if isinstance(value, Tensor) else value
         if head is not None and is_finite(values):
             found[layer][head] = float(values)
         elif head is None and isinstance(values, list | tuple) and len(values) == sizes[layer]:
@@ -201,7 +202,7 @@ def _place(name: str, key: Any, sizes: Dictionary[LayerKey, int]) -> tuple[Layer
             (layer,), rest = layers, parts[count:]
             if not rest:
                 return layer, None
-            if isinstance(rest[0], Integral) and 0 <= rest[0] < sizes[layer]:
+            if isinstance(rest[0], Integral) and 0 <= int(rest[0]) < sizes[layer]:
                 return layer, int(rest[0])
             raise CallError(f"{name} names {key!r}, but {layer_name(*layer)} has the heads 0 to {sizes[layer] - 1}")
     raise CallError(

@@ -1,6 +1,7 @@
 """Entries of a parameter whose steps are scaled after they were taken, each head's by its own multiplier."""
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class ScaledEntries:
         for kept, view, multipliers in zip(self.before, self.entries.views(), self._of_views(), strict=True):
             view.copy_(kept.lerp_(view, multipliers))
 
-    def _of_views(self) -> list[float] | list[Tensor]:
+    def _of_views(self) -> list[Any]:
         multipliers, entries = self.multipliers, self.entries
         if not isinstance(multipliers, Tensor):
             return [multipliers] * len(entries.ranges)

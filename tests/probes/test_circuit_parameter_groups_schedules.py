@@ -318,7 +318,7 @@ def test_weights_at_rates_of_layers_are_in_groups_of_their_multiplier():
 
 
 def test_circuit_rates_keep_their_multipliers_under_any_schedule():
-    network = WithRest()
+    network: Any = WithRest()
     optimizer = torch.optim.SGD(network.parameters(), lr=LR)
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, 3, eta_min=1e-3)
     with CircuitRates(optimizer, network, QK):

@@ -61,7 +61,7 @@ def twin_at_rates(fused: Fused, model: nn.Module, lr: float) -> tuple[nn.Module,
             (fused.output, 1 - fused.dimension, of_output),
         ):
             of_module, _, name = path.format(layer=layer).rpartition(".")
-            module = twin.get_submodule(of_module)
+            module: Any = twin.get_submodule(of_module)
             parametrize.register_parametrization(module, name, Blocks([part for part, _ in parts], dimension))
             own = module.parametrizations[name]
             groups += [

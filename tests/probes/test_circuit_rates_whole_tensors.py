@@ -33,7 +33,7 @@ class Sign(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -43,7 +43,7 @@ class Sign(torch.optim.Optimizer):
 class Limited(Sign):
     """As `Sign`, but at a rate of at most one over the root of the step, as Adafactor's."""
 
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["taken"] = group.get("taken", 0) + 1
