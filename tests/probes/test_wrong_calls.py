@@ -39,6 +39,10 @@ EXPECTED = {
     "tell": "tell should be a function of a sentence, or None, got 'loud'",
     "lr": "the base rate lr should be a finite number of at least 0, got '1e-3'",
     "qk": "the multiplier qk should be a finite number above 0, got '30'",
+    "qk of layers": "qk is a list: make it a tensor [layer] or [layer, head], or a mapping",
+    "qk of a layer": "the multiplier qk of 0 should be a finite number above 0, got '30'",
+    "ov of no layer": "ov names None, but the model has layer 0 with this circuit: a key is a layer's number, "
+    "(stack, number), or its name, and for one head (number, head) or (stack, number, head)",
     "groups, parameters": PARAMS + "Parameter",
     "groups, one group": PARAMS + "str",
     "params": "the params of a group should be parameters, got int",
