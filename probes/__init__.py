@@ -23,7 +23,7 @@ The names in groups:
                             CircuitProbeLightningCallback (for that of Lightning)
     Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
-    ... in trainers         CircuitRatesCallback (for the Trainer of transformers), lightning_circuit_rates
+    ... in Trainers         CircuitRatesCallback (for that of transformers), CircuitRatesLightningCallback
 """
 
 from typing import TYPE_CHECKING
@@ -33,13 +33,13 @@ from ..circuits.public_names import lazy_face
 if TYPE_CHECKING:
     from .attention.probe import AttentionProbe
     from .callbacks.lightning_probe import CircuitProbeLightningCallback
+    from .callbacks.lightning_rates import CircuitRatesLightningCallback
     from .callbacks.trainer_probe import CircuitProbeCallback
+    from .callbacks.trainer_rates import CircuitRatesCallback
     from .health.alarms import Alarm
     from .health.attention_health import AttentionHealth
     from .rates.circuit_rates import CircuitRates
-    from .rates.lightning_callback import lightning_circuit_rates
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
-    from .rates.trainer_callback import CircuitRatesCallback
     from .training.circuit_probe import CircuitProbe
     from .training.log_filter import LogFilter
     from .training.loggers import log_to, log_to_tensorboard, log_to_wandb
@@ -55,9 +55,9 @@ __all__ = [
     "CircuitProbeLightningCallback",
     "CircuitRates",
     "CircuitRatesCallback",
+    "CircuitRatesLightningCallback",
     "LogFilter",
     "circuit_parameter_groups",
-    "lightning_circuit_rates",
     "log_spaced",
     "log_to",
     "log_to_tensorboard",

@@ -3,14 +3,14 @@
 import importlib
 import os
 import pickle
-import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from qkov.circuits import CallError
-from qkov.probes import CircuitRates, CircuitRatesCallback, lightning_circuit_rates
+from qkov.circuits import CallError, QkovError
+from qkov.probes import CircuitRates, CircuitRatesCallback, CircuitRatesLightningCallback
+from qkov.probes.callbacks import lightning_rates
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -122,7 +122,7 @@ def test_a_trainer_may_train_again(tmp_path):
     assert not training.optimizer.optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("make", [CircuitRatesCallback, lightning_circuit_rates])
+@pytest.mark.parametrize("make", [CircuitRatesCallback, CircuitRatesLightningCallback])
 def test_wrong_arguments_are_refused_before_training(make):
     with pytest.raises(CallError, match="the multiplier qk should be a finite number above 0, got -1"):
         make(-1.0)
@@ -131,15 +131,11 @@ def test_wrong_arguments_are_refused_before_training(make):
 
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
-def lightning(request, monkeypatch) -> Any:
+def lightning(request) -> Any:
     """A package of Lightning; that of the test extra has to be there where everything has to be tested."""
     if request.param == "lightning.pytorch" and os.environ.get("CI"):
         return importlib.import_module(request.param)
-    found = pytest.importorskip(request.param)
-    if request.param == "pytorch_lightning":
-        # As if it were the only one.
-        monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    return found
+    return pytest.importorskip(request.param)
 
 
 def module_of(lightning, model: nn.Module, optimizer: Any, schedule: Any = None) -> Any:
@@ -193,8 +189,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("schedule", [None, one_cycle])
 def test_lightning_trains_at_the_rates_under_its_schedule(lightning, schedule, tmp_path):
-    callback = lightning_circuit_rates(QK)
-    assert isinstance(callback, lightning.Callback)
+    callback = CircuitRatesLightningCallback(QK)
     module = module_of(lightning, gpt2(), sgd, schedule)
     training = fit(lightning, module, callback, tmp_path)
     assert largest_difference(module.network, by_hand(IN_ORDER, module.rates)) < 1e-12
@@ -213,7 +208,7 @@ def test_rates_are_gone_after_an_error_in_lightning(lightning, tmp_path):
         raise ZeroDivisionError
 
     module.training_step = fail
-    callback = lightning_circuit_rates(QK)
+    callback = CircuitRatesLightningCallback(QK)
     with pytest.raises(ZeroDivisionError):
         fit(lightning, module, callback, tmp_path)
     assert seen == [True]
@@ -223,24 +218,23 @@ def test_rates_are_gone_after_an_error_in_lightning(lightning, tmp_path):
 def test_a_part_of_a_lightning_module_has_the_rates(lightning, tmp_path):
     module = module_of(lightning, gpt2(), sgd)
     module.teacher = gpt2().requires_grad_(False)
-    fit(lightning, module, lightning_circuit_rates(QK, part="network"), tmp_path)
+    fit(lightning, module, CircuitRatesLightningCallback(QK, part="network"), tmp_path)
     assert largest_difference(module.network, by_hand(IN_ORDER, module.rates)) < 1e-12
     with pytest.raises(CallError, match="Module has no part 'pupil' in which to find attention: give its path"):
-        fit(lightning, module, lightning_circuit_rates(QK, part="pupil"), tmp_path)
+        fit(lightning, module, CircuitRatesLightningCallback(QK, part="pupil"), tmp_path)
 
 
 def test_the_callback_of_lightning_can_be_sent_to_another_process(lightning):
-    callback = pickle.loads(pickle.dumps(lightning_circuit_rates({0: 3.0}, part="network")))
-    assert isinstance(callback, lightning.Callback)
+    callback = pickle.loads(pickle.dumps(CircuitRatesLightningCallback({0: 3.0}, part="network")))
+    assert callback._part == "network"
     with pytest.raises(CallError, match="the circuit rates hold while training goes on"):
         callback.rates  # noqa: B018
 
 
 def test_without_lightning_it_is_said_what_to_install(monkeypatch):
-    for package in ("lightning", "lightning.pytorch", "pytorch_lightning"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(CallError, match=r"^Lightning is not installed here: pip install lightning$"):
-        lightning_circuit_rates(QK)
+    monkeypatch.setattr(lightning_rates, "_Callback", None)
+    with pytest.raises(QkovError, match=r"^Lightning is not installed: pip install lightning$"):
+        CircuitRatesLightningCallback(QK)
 
 
 def test_accelerate_s_optimizer_is_refused_with_the_way_out():

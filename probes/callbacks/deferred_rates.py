@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, reading_options
-from .circuit_rates import CircuitRates
-from .multipliers import Multipliers, demand_multipliers
+from ..rates.circuit_rates import CircuitRates
+from ..rates.multipliers import Multipliers, demand_multipliers
+from ..training.optimizer_steps import unwrapped
 
 
 class DeferredRates:
@@ -56,16 +56,17 @@ class DeferredRates:
             QkovError: No attention is found.
         """
         self.end()
-        held = [_inside(optimizer) for optimizer in optimizers]
-        self._rates = CircuitRates(held, model, self._qk, self._ov, biases=self._biases, options=self._options)
+        self._rates = CircuitRates(
+            [unwrapped(optimizer) for optimizer in optimizers],
+            model,
+            self._qk,
+            self._ov,
+            biases=self._biases,
+            options=self._options,
+        )
 
     def end(self) -> None:
         """Remove the rates. Calling it again is harmless."""
         if self._rates is not None:
             self._rates.remove()
             self._rates = None
-
-
-def _inside(optimizer: Any) -> Any:
-    inside = getattr(optimizer, "optimizer", None)
-    return inside if isinstance(inside, Optimizer) else optimizer

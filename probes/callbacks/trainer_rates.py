@@ -6,9 +6,9 @@ from transformers import TrainerCallback
 
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.reading.options import ModelKeywords, ReadingOptions
-from .circuit_rates import CircuitRates
-from .deferred import DeferredRates
-from .multipliers import Multipliers
+from ..rates.circuit_rates import CircuitRates
+from ..rates.multipliers import Multipliers
+from .deferred_rates import DeferredRates
 
 
 class CircuitRatesCallback(TrainerCallback):
