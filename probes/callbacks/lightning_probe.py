@@ -12,10 +12,11 @@ from ..training.gathering import is_shared
 from .lightning import callback_class
 from .options import demand_options
 
-_Callback: Any = callback_class()
+_Callback = callback_class()
+_Base: Any = _Callback or object
 
 
-class CircuitProbeLightningCallback(_Callback or object):
+class CircuitProbeLightningCallback(_Base):
     """Creates a `CircuitProbe` as training starts, from the weights and the step of a run that was resumed.
 
         trainer = lightning.Trainer(callbacks=[CircuitProbeLightningCallback("run/", every=100)])
@@ -32,12 +33,13 @@ class CircuitProbeLightningCallback(_Callback or object):
         probe: The `CircuitProbe`, once training has started.
     """
 
-    def __init__(self, store: Path | str | None = None, every: Any = 100, **options: Any) -> None:
+    def __init__(self, store: Path | str | None = None, every: Any = 100, *, part: str = "", **options: Any) -> None:
         """Keep the arguments for the probe.
 
         Args:
             store: The folder of the run store, as for `CircuitProbe`.
             every: The steps to log, as for `CircuitProbe`.
+            part: The path of the model within the LightningModule, such as "student", if it holds several.
             **options: Other arguments of `CircuitProbe`, except `start` and `optimizer`, which Lightning knows.
 
         Raises:
@@ -48,7 +50,7 @@ class CircuitProbeLightningCallback(_Callback or object):
             raise QkovError("Lightning is not installed: pip install lightning")
         super().__init__()
         demand_options(options, {"start": "Lightning", "optimizer": "Lightning"})
-        self._options = {"store": store, "every": every, **options}
+        self._options, self._part = {"store": store, "every": every, **options}, part
         self._probe: CircuitProbe | None = None
         self._resumed: int | None = None
         self._seen = 0
@@ -82,7 +84,8 @@ class CircuitProbeLightningCallback(_Callback or object):
         """Create the probe.
 
         Raises:
-            CallError: Training starts anew, and the store holds a run already; or no optimizer trains the attention.
+            CallError: Training starts anew, and the store holds a run already; the module has no such part; or no
+                optimizer trains the attention.
         """
         if not trainer.is_global_zero and not is_shared(pl_module):
             return
@@ -90,13 +93,18 @@ class CircuitProbeLightningCallback(_Callback or object):
             self._probe.close()
         start, self._resumed = (trainer.global_step if self._resumed is None else self._resumed), None
         store = self._options["store"]
-        options = {"resume": start > 0} | self._options
+        options: dict[str, Any] = {"resume": start > 0} | self._options
         if store is not None and not options["resume"] and RunStore(store).exists():
             raise CallError(
                 f"{store} already holds a run, and training starts anew: give the callback another folder, or continue "
                 f"that run with trainer.fit(module, ckpt_path=...)"
             )
-        self._probe = CircuitProbe(pl_module, start=start, **options)
+        try:
+            model = pl_module.get_submodule(self._part)
+        except AttributeError:
+            name = type(pl_module).__name__
+            raise CallError(f"{name} has no part {self._part!r} in which to find attention: give its path") from None
+        self._probe = CircuitProbe(model, start=start, **options)
         self._probe.attach([optimizer for optimizer in trainer.optimizers if self._probe.is_trained_by(optimizer)])
         self._seen = self._probe.steps
 
@@ -115,5 +123,10 @@ class CircuitProbeLightningCallback(_Callback or object):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Follow no optimizer any more; the probe's table stays."""
+        if self._probe is not None:
+            self._probe.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Follow no optimizer any more, as at the end."""
         if self._probe is not None:
             self._probe.close()

@@ -69,7 +69,7 @@ class CircuitProbeCallback(TrainerCallback):
         if self._probe is not None:
             self._probe.close()
         start, store = state.global_step, self._options["store"]
-        options = {"resume": start > 0} | self._options
+        options: dict[str, Any] = {"resume": start > 0} | self._options
         if store is not None and not options["resume"] and RunStore(store).exists():
             raise CallError(
                 f"{store} already holds a run, and training begins anew: give the callback another folder, or continue "

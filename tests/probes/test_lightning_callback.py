@@ -135,7 +135,24 @@ def test_figures_are_those_of_the_dense_products(tmp_path, kind):
     np.testing.assert_allclose(rows["training_loss"][1:], seen.losses, rtol=1e-12)
     rates = [RATE * 0.5**step for step in range(4)] if kind is Module else [RATE] * 4
     np.testing.assert_allclose(rows["training_learning_rate"][1:], rates, rtol=1e-12)
-    assert rows.loc[0].isna().all()
+    assert rows.iloc[0].isna().tolist() == [True, True]
+
+
+def test_a_part_of_a_module_is_measured_and_optimizers_are_let_go_after_an_error(tmp_path):
+    class Failing(Module):
+        def training_step(self, seed: torch.Tensor) -> Any:
+            if int(seed) == 2:
+                raise RuntimeError("of the user's own")
+            return super().training_step(seed)
+
+    module, callback = Failing(), CircuitProbeLightningCallback(every=1, part="net")
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        fit(trainer(tmp_path, callback), module)
+    assert callback.probe.steps == 2
+    assert "Classifier" in repr(callback.probe)
+    loss_of(module.net, 0).backward()
+    torch.optim.SGD(module.parameters(), lr=RATE).step()
+    assert callback.probe.steps == 2
 
 
 def test_batches_whose_gradients_are_accumulated_are_no_steps(tmp_path):
@@ -200,7 +217,7 @@ def test_a_second_training_in_the_same_store_is_refused_with_what_to_do(tmp_path
     assert set(RunStore(tmp_path / "run").table()["step"]) == {0, 1}
 
 
-def test_wrong_calls_are_refused():
+def test_wrong_calls_are_refused(tmp_path):
     with pytest.raises(CallError, match="training has not started in this process"):
         CircuitProbeLightningCallback().probe  # noqa: B018
     for name in ("start", "optimizer"):
@@ -208,6 +225,8 @@ def test_wrong_calls_are_refused():
             CircuitProbeLightningCallback(**{name: 3})
     with pytest.raises(CallError, match="a CircuitProbe has no option evry; it has basis"):
         CircuitProbeLightningCallback(evry=3)
+    with pytest.raises(CallError, match="Module has no part 'student' in which to find attention: give its path"):
+        fit(trainer(tmp_path, CircuitProbeLightningCallback(part="student")), Module())
     one, other = CircuitProbeLightningCallback("a"), CircuitProbeLightningCallback("b")
     assert one.state_key != other.state_key
     assert one.state_dict() == {}

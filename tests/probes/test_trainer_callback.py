@@ -70,10 +70,9 @@ def test_what_the_trainer_logs_of_a_logged_step_is_carried_along(tmp_path):
     logged = {entry["step"]: entry["loss"] for entry in training.state.log_history if "loss" in entry}
     assert set(logged) == {2, 4, 6}
     rows = callback.probe.table().groupby("step")[["training_loss", "training_loss_step"]].first()
-    assert rows.loc[0].isna().all()
-    # Step 3 has the last loss that was logged before it.
-    assert rows.loc[3].tolist() == [logged[2], 2]
-    assert rows.loc[6].tolist() == [logged[6], 6]
+    # The start has none, and step 3 has the last loss that was logged before it.
+    assert rows.iloc[0].isna().tolist() == [True, True]
+    assert rows.iloc[1:].to_numpy().tolist() == [[logged[2], 2], [logged[6], 6]]
     told = {str(name) for name in callback.probe.table() if str(name).startswith("training_")}
     assert {"training_loss", "training_learning_rate"} <= told
     assert not [name for name in told if name.startswith("training_train_")]
@@ -226,10 +225,11 @@ def test_there_is_no_probe_before_training_and_none_beside_the_first_process():
     callback.on_log(None, state, None, logs={"loss": 1.0})
     with pytest.raises(CallError, match="training has not begun"):
         callback.probe  # noqa: B018
-    with pytest.raises(CallError, match="leave out start"):
-        CircuitProbeCallback(start=3)
+    for name in ("start", "optimizer"):
+        with pytest.raises(CallError, match=f"the Trainer states the {name} of the probe: leave out {name}"):
+            CircuitProbeCallback(**{name: 3})
     with pytest.raises(
-        CallError, match="a CircuitProbe has no option evry; it has optimizer, basis, rotary_offset, directions"
+        CallError, match="a CircuitProbe has no option evry; it has basis, rotary_offset, directions, log, log_filter"
     ):
         CircuitProbeCallback(evry=3)
     for option in ({"heads": 4}, {"options": ReadingOptions(heads=4)}, {"log": print}):
