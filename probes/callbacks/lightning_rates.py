@@ -11,9 +11,10 @@ from .deferred_rates import DeferredRates
 from .lightning import callback_class
 
 _Callback: Any = callback_class()
+_Base: Any = _Callback or object
 
 
-class CircuitRatesLightningCallback(_Callback or object):
+class CircuitRatesLightningCallback(_Base):
     """Creates `CircuitRates` when training starts, for the optimizers of the module, until training ends or fails.
 
         trainer = lightning.Trainer(callbacks=[CircuitRatesLightningCallback(qk=30.0)])

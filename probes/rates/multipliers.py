@@ -129,7 +129,7 @@ def _numbers(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _by_layer(name: str, given: Multipliers, sizes: Dictionary[LayerKey, int]) -> dict[LayerKey, list[float]]:
-    if not sizes and given != 1:
+    if not sizes and not (isinstance(given, Real) and given == 1):
         raise CallError(
             f"the model has no weights of the {name.upper()} circuit, so {name} has no effect: leave it out"
         )
@@ -174,17 +174,16 @@ def _of_mapping(
             raise CallError(f"{name} names {layer_name(*layer)} twice, as {named[layer, head]!r} and as {key!r}")
         named[layer, head] = key
     for (layer, head), key in sorted(named.items(), key=lambda item: item[0][1] is not None):
-        value = given[key]
-        values: Any = value.tolist() if isinstance(value, Tensor) else value
-        if head is not None and is_finite(values):
-            found[layer][head] = float(values)
-        elif head is None and isinstance(values, list | tuple) and len(values) == sizes[layer]:
-            found[layer] = [float(one) for one in values]
-        elif is_finite(values):
-            found[layer] = [float(values)] * sizes[layer]
-        else:
+        value: Any = given[key].tolist() if isinstance(given[key], Tensor) else given[key]
+        numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * sizes[layer]
+        is_list = isinstance(value, list | tuple)
+        if len(numbers) != sizes[layer] or not all(map(is_finite, numbers)) or (is_list and head is not None):
             wanted = "a number" if head is not None else f"a number, or one for each of {sizes[layer]} heads"
-            raise CallError(f"at {key!r}, {name} should have {wanted}, got {value!r}")
+            raise CallError(f"at {key!r}, {name} should have {wanted}, got {given[key]!r}")
+        if head is None:
+            found[layer] = [float(number) for number in numbers]
+        else:
+            found[layer][head] = float(numbers[head])
     return found
 
 

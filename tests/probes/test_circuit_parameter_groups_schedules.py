@@ -235,6 +235,54 @@ def test_rates_of_zero():
         frozen.step()
 
 
+def test_the_base_rate_is_that_of_the_group_whose_multiplier_is_nearest_to_one():
+    optimizer = torch.optim.SGD(circuit_parameter_groups(WithRest(), LR, QK, 0.5))
+    optimizer.param_groups[0]["lr"] = LR
+    with pytest.warns(
+        UserWarning, match=r"learns at 1 times it \(0\.01, where the group rest makes the base rate 0\.01\)\."
+    ):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_told"),
+    [
+        # Of 30, 1 and 1 times the base rate: within a thousandth, and beyond.
+        ((0.30025, 0.01, 0.01), False),
+        ((0.3006, 0.01, 0.01), True),
+        # Rates of less than a millionth of the first ones are rounding, near the end of a schedule.
+        ((2e-7, 1e-9, 1e-9), False),
+        ((4e-7, 1e-9, 1e-9), True),
+    ],
+)
+def test_what_counts_as_another_ratio(rates, is_told):
+    optimizer = torch.optim.SGD(circuit_parameter_groups(WithRest(), LR, QK))
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert bool(told) == is_told
+
+
+def test_groups_that_lost_their_parameters_are_left_out():
+    _, optimizer = grouped()
+    optimizer.param_groups[0]["params"].clear()
+    optimizer.param_groups[0]["lr"] = 7.0
+    optimizer.step()
+
+
+def test_optimizers_that_have_taken_other_numbers_of_steps_are_not_compared():
+    groups = circuit_parameter_groups(WithRest(), LR, QK)
+    ahead, behind = torch.optim.SGD(groups[:1]), torch.optim.SGD(groups[1:])
+    ahead.step()
+    ahead.param_groups[0]["lr"] /= 2
+    ahead.step()
+    behind.step()
+    with pytest.warns(UserWarning, match="learns at 15 times it"):
+        behind.step()
+
+
 def test_rates_in_tensors_are_compared_too():
     groups = circuit_parameter_groups(WithRest(), LR, QK)
     optimizer = torch.optim.SGD(groups)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from qkov.analyses.dynamics import Parameterization, SingleLayerAttention
-from qkov.circuits import CallError
+from qkov.circuits import CallError, read_mapping
 from qkov.circuits.architectures.mapping import parse_mapping
 from qkov.probes import CircuitRates
 from torch import Tensor, nn
@@ -289,7 +289,9 @@ def test_stacks_are_named():
         ({(0, -1): 2.0}, r"qk names \(0, -1\), but layer 0 has the heads 0 to 3"),
         ({0: 2.0, "layer 0": 3.0}, r"qk names layer 0 twice, as 0 and as 'layer 0'"),
         ({0: [2.0, 3.0]}, r"at 0, qk should have a number, or one for each of 4 heads, got \[2\.0, 3\.0\]"),
-        ({(0, 1): [2.0]}, r"at \(0, 1\), qk should have a number, got \[2\.0\]"),
+        ({(0, 1): [2.0] * 4}, r"at \(0, 1\), qk should have a number, got \[2\.0, 2\.0, 2\.0, 2\.0\]"),
+        ({0: [[2.0]] * 4}, r"the multiplier qk of 0 at 0 should be a finite number above 0, got \[2\.0\]"),
+        ({0: torch.ones(4, 1)}, r"at 0, qk should have a number, or one for each of 4 heads, got tensor"),
         ({0: 0.0}, r"the multiplier qk of 0 should be a finite number above 0, got 0\.0"),
         ({0: [1.0, "a"]}, r"the multiplier qk of 0 at 1 should be a finite number above 0, got 'a'"),
         (torch.ones(3), r"qk should have the shape \[2\] or \[2, 4\], for layers 0 and 1, got \[3\]"),
@@ -312,3 +314,44 @@ def test_layers_that_share_weights_have_one_multiplier():
     CircuitRates(sgd(model), model, 3.0)
     with pytest.raises(CallError, match=r"layer 0 and layer 1 share .*q_proj\.weight, so they need one .*have 3 and 1"):
         CircuitRates(sgd(model), model, {0: 3.0})
+
+
+def weights_of(*names: str) -> nn.ParameterDict:
+    return nn.ParameterDict({name: torch.randn(6, 6, dtype=torch.float64) for name in names})
+
+
+TWO_STACKS = """
+layout = "linear"
+heads = 2
+[[stacks]]
+stack = "one"
+tensors = { Q = "one_Q", K = "one_K" }
+[[stacks]]
+stack = "two"
+tensors = { Q = "two_Q", K = "two_K" }
+"""
+
+
+def test_two_stacks_are_told_apart(tmp_path):
+    (tmp_path / "map.toml").write_text(TWO_STACKS)
+    mapping, model = read_mapping(tmp_path / "map.toml"), weights_of("one_Q", "one_K", "two_Q", "two_K")
+    with pytest.raises(CallError, match="qk names 0, which may be any of one layer 0 and two layer 0: write"):
+        CircuitRates(sgd(model), model, {0: 3.0}, mapping=mapping)
+    with pytest.raises(
+        CallError, match="qk is a tensor, but the model has several stacks, one layer 0 and two layer 0"
+    ):
+        CircuitRates(sgd(model), model, torch.ones(2), mapping=mapping)
+    rates = CircuitRates(sgd(model), model, {("two", 0): 3.0}, mapping=mapping)
+    assert rates.describe().startswith("QK: 3 times the base rate in two layer 0, 72 entries in two_Q, two_K\n")
+
+
+@pytest.mark.parametrize("ov", [2.0, torch.ones(1), {0: 1.0}])
+def test_a_circuit_of_which_there_are_no_weights_has_no_rate(ov):
+    model = weights_of("Q", "K")
+    mapping = parse_mapping({"tensors": {"Q": "Q", "K": "K"}, "layout": "linear", "heads": 2}, "a mapping")
+    with pytest.raises(
+        CallError, match="the model has no weights of the OV circuit, so ov has no effect: leave it out"
+    ):
+        CircuitRates(sgd(model), model, 3.0, ov, mapping=mapping)
+    rates = CircuitRates(sgd(model), model, 3.0, mapping=mapping)
+    assert rates.describe() == "QK: 3 times the base rate, 72 entries in Q, K\nrest: the base rate"

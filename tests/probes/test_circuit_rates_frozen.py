@@ -118,7 +118,7 @@ def test_what_cannot_be_scaled_when_it_comes_learns_at_the_base_rate_and_is_told
 
 def test_both_circuits_of_a_fused_weight_are_scaled_when_it_is_unfrozen():
     model = BY_NAME["GPT-2"].model(torch.float64)
-    weight = model.get_parameter("transformer.h.0.attn.c_attn.weight").requires_grad_(False)
+    weight: Any = model.get_parameter("transformer.h.0.attn.c_attn.weight").requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     CircuitRates(optimizer, model, QK, 2.0)
     weight.requires_grad_(True)
