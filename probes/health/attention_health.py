@@ -210,7 +210,7 @@ class AttentionHealth:
             self._watcher.stop()
 
 
-def limits_of(limit: Any, least: Any, horizon: Any, window: Any, kept: Any) -> Limits:
+def limits_of(limit: Any, least: Any, horizon: Any, window: Any, kept: Any, name: str = "limit") -> Limits:
     """Return what an alarm is.
 
     Args:
@@ -219,19 +219,20 @@ def limits_of(limit: Any, least: Any, horizon: Any, window: Any, kept: Any) -> L
         horizon: The number of steps within which the limit has to be passed.
         window: The number of records that growth is read from.
         kept: The number of records that are kept.
+        name: The name of the limit among the arguments.
 
     Raises:
         CallError: A number is not possible.
     """
     if not _is_number(limit) or limit <= 0:
-        raise CallError(f"limit should be a finite number above 0, got {limit!r}")
+        raise CallError(f"{name} should be a finite number above 0, got {limit!r}")
     least = limit / 2 if least is None else least
     if not _is_number(least) or not 0 <= least <= limit:
         raise CallError(f"least should be a number from 0 to the limit of {limit:g}, got {least!r}")
     fewest = {"horizon": 1, "window": FEWEST, "kept": 1}
-    for (name, fewest_of_name), value in zip(fewest.items(), (horizon, window, kept), strict=True):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < fewest_of_name:
-            raise CallError(f"{name} should be a whole number of at least {fewest_of_name}, got {value!r}")
+    for (argument, least_of_it), value in zip(fewest.items(), (horizon, window, kept), strict=True):
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least_of_it:
+            raise CallError(f"{argument} should be a whole number of at least {least_of_it}, got {value!r}")
     return Limits(float(limit), float(least), int(horizon), int(window), int(kept))
 
 

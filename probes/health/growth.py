@@ -116,6 +116,24 @@ def braking_multiples(
     return torch.where(scores > start, multiples.clamp(0.0, 1.0), 1.0)
 
 
+def clip_factors(scores: Float64[Tensor, " head"], limit: float) -> Float64[Tensor, " head"]:
+    """Return the factor on each head's scores that brings the largest to a limit: min(1, limit / s).
+
+    Scores are bilinear in W_Q and W_K with their biases, so that sqrt(limit / s) on each of them is this factor on all
+    scores of the head, at every pair of positions, rotated or not.
+
+    Args:
+        scores: The largest scores s.
+        limit: The limit.
+
+    Returns:
+        The factors; 1 where the score is unknown.
+
+    Source: QK-Clip, "Kimi K2: Open Agentic Intelligence".
+    """
+    return torch.where(scores > limit, limit / scores, 1.0)
+
+
 def _centred(values: Float64[Tensor, "record head"], counts: Tensor, number: Tensor) -> Float64[Tensor, "record head"]:
     values = torch.where(counts, values, 0.0)
     return torch.where(counts, values - values.sum(dim=0) / number, 0.0)

@@ -171,7 +171,7 @@ class _Layer:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._window: deque[tuple[Tensor, Tensor]] = deque(maxlen=limits.window)
+        self._window: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=limits.window)
         self._last: HeadStates | None = None
         self._in_danger: Tensor | None = None
 
@@ -179,24 +179,19 @@ class _Layer:
         """Return the states of the heads at a step."""
         scores, limits, last = seen.largest, self._limits, self._last
         ones = torch.ones_like(scores)
-        position = torch.zeros_like(scores)
-        if last is not None:
-            position = self._window[-1][0] + (step - last.step) * last.rate
-        self._window.append((position, scores))
-        positions, logged = (torch.stack(part) for part in zip(*self._window, strict=True))
-        growth = growth_rates(positions, logged)
-        if last is not None:
-            # Of a head whose weights stood still nothing new is known.
-            stood = (positions == positions[0]).all(dim=0)
-            growth = torch.where(stood, last.growth, growth)
-        done = Done(ones, ones) if decide is None else decide(scores, growth)
-        at_present = growth * (ones if last is None else last.rate)
+        position = 0 * ones if last is None else self._window[-1][1] + (step - last.step) * last.rate
+        self._window.append((step * ones, position, scores))
+        steps, positions, logged = (torch.stack(part) for part in zip(*self._window, strict=True))
+        growth = at_full_rate = growth_rates(steps, logged)
+        if last is not None and not torch.equal(positions - positions[0], steps - steps[0]):
+            at_full_rate = growth_rates(positions, logged)
+        done = Done(ones, ones) if decide is None else decide(scores, at_full_rate)
         self._last = HeadStates(
             step,
             seen,
-            at_present,
-            steps_to_limit(scores, at_present, limits.limit),
-            holding_multiples(scores, growth, limits.limit, limits.horizon),
+            growth,
+            steps_to_limit(scores, growth, limits.limit),
+            holding_multiples(scores, at_full_rate, limits.limit, limits.horizon),
             done.rate,
             done.clip,
         )

@@ -50,6 +50,7 @@ class ScoreWatcher:
     Attributes:
         gives_scores: Whether the scores of any layer can be seen; maps alone do not tell them.
         name: The model's class.
+        keys: The layers.
     """
 
     def __init__(self, model: nn.Module, failures: Failures) -> None:
@@ -65,7 +66,7 @@ class ScoreWatcher:
         self._model = unwrapped_model(model)
         self._source = source_of(self._model)
         self._source.demand_readable()
-        self.gives_scores, self.name = self._source.gives_scores, self._source.name
+        self.gives_scores, self.name, self.keys = self._source.gives_scores, self._source.name, self._source.keys
         self._failures = failures
         self._calls = CallsInProgress()
         self._sums: dict[LayerKey, dict[str, HeadSums]] = {}

@@ -18,6 +18,8 @@ from ..step_calls import call_of_step, is_running
 from .descriptions import lines_of_circuit
 from .entries import CircuitEntries, CircuitName, circuit_entries, in_words
 from .group_ratios import MULTIPLIER
+from .guard import GuardedBy, ScoreGuard
+from .guarded_rates import GuardedRates
 from .multipliers import HeadMultipliers, Multipliers, demand_multipliers
 from .proportional_steps import proportional_steps
 from .scaled_entries import ScaledEntries
@@ -58,6 +60,14 @@ class CircuitRates:
     float64. At rates so large that training itself magnifies rounding, the results differ as much as they do after two
     orders of the same batch.
 
+    `guard=100.0` keeps the largest score of each head under 100 as the model trains, as `AttentionHealth` sees it: the
+    rate of its W_Q and W_K, and of b_Q and b_K, is lowered from a tenth of the limit on, to 0 at the limit, on top of
+    the multipliers. `guard_by="clip"` scales them after the step instead, each by sqrt(limit / score) (QK-clip), which
+    goes with every optimizer. Where nothing is held, training is the same to the bit. `rates.guard.table()` says what
+    was done at each step. A lower rate holds a score only as far as it grows by W_Q and W_K, and by no more than ten
+    times in a step: what the layer reads may drive it beyond the limit. A clip follows the score of the pass before its
+    step, so that the next pass may see more than the limit.
+
     There is nothing to save: the optimizer's state is that of the base rate, and a run resumes with new rates on the
     loaded optimizer. Copies of an optimizer have no hooks, so create rates for the copy. Other hooks after the step
     see the scaled step if they were registered later. `CircuitProbe` counts biases as a row of the factors, so with
@@ -66,6 +76,7 @@ class CircuitRates:
 
     Attributes:
         multipliers: The multipliers of each circuit by its name, as they were given.
+        guard: What holds the scores; None if they are not held.
     """
 
     def __init__(
@@ -76,6 +87,8 @@ class CircuitRates:
         ov: Multipliers = 1.0,
         *,
         biases: bool = False,
+        guard: float | None = None,
+        guard_by: GuardedBy = "rate",
         options: ReadingOptions | Mapping | None = None,
         **reading: Unpack[ModelKeywords],
     ) -> None:
@@ -90,22 +103,33 @@ class CircuitRates:
                 each head, too. Layers and heads that it does not name have 1.
             ov: The same for the OV circuit.
             biases: Whether b_Q and b_K learn at the rate of QK, and b_V and b_O at that of OV.
+            guard: The largest score under which each head is kept; None for no guard.
+            guard_by: How it is kept there: by a lower "rate", or by a "clip" of W_Q and W_K after the step.
             options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
             CallError: A multiplier is not a finite number above 0, or names a layer or a head that is not there; heads
                 that share weights have different multipliers; a parameter is trained and in no optimizer, already has
-                its own rate, has half precision or is spread over processes; or the optimizer's step is not in
-                proportion to the rate.
+                its own rate, has half precision or is spread over processes; the optimizer's step is not in proportion
+                to the rate; or the scores of the model are not seen, or cannot be held.
             QkovError: No attention is found.
         """
         demand_multipliers(qk, ov)
-        self._entries = circuit_entries(model, reading_options(options, reading, ModelKeywords), biases)
+        chosen = reading_options(options, reading, ModelKeywords)
+        self._entries = circuit_entries(model, chosen, biases)
         self.multipliers: dict[CircuitName, Multipliers] = {"QK": qk, "OV": ov}
         self._of_heads = HeadMultipliers(self._entries, qk, ov)
         self._of_heads.demand_one_each(self._entries)
         self._scaled = [ScaledEntries(part, self._of_heads) for part in self._entries]
+        self.guard: ScoreGuard | None = None
+        self._guarded: GuardedRates | None = None
+        if guard is not None:
+            with_biases = [part for part in circuit_entries(model, chosen, True) if part.circuit == "QK"]
+            self.guard = ScoreGuard(model, with_biases, guard, guard_by, chosen)
+            if guard_by == "rate":
+                self._guarded = GuardedRates(self._scaled, self._of_heads, with_biases)
+                self._scaled += self._guarded.biases
         self._optimizers = _listed(optimizer)
         self._accepted: dict[int, Optimizer] = {}
         self._refused: dict[int, str] = {}
@@ -118,6 +142,8 @@ class CircuitRates:
             self._accept(part)
         _demand_all([part.entries for part in wanted if id(part) not in self._accepted])
         _ACTIVE.add(self)
+        if self.guard is not None:
+            self.guard.start()
         self._hook()
 
     def scales(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
@@ -141,6 +167,7 @@ class CircuitRates:
             for line in lines_of_circuit(circuit, [part for part in trained if part.circuit == circuit], self._of_heads)
         ]
         lines.append("rest: the base rate")
+        lines += [] if self.guard is None else [self.guard.in_words()]
         lines += self._refused.values()
         frozen = {part.name: None for part in self._entries if not part.parameter.requires_grad}
         if frozen:
@@ -151,6 +178,8 @@ class CircuitRates:
         """Remove the hooks and free the copies. Calling it again is harmless."""
         # First, so that hooks that an interrupt leaves in place scale nothing.
         self._scaled, self._calls = [], {}
+        if self.guard is not None:
+            self.guard.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -186,8 +215,8 @@ class CircuitRates:
         self._hook()
 
     def _hook(self) -> None:
-        """Put hooks on the optimizers as soon as anything is scaled."""
-        if self._handles or not any(part.is_scaled for part in self._scaled):
+        """Put hooks on the optimizers as soon as anything is scaled or guarded."""
+        if self._handles or (self.guard is None and not any(part.is_scaled for part in self._scaled)):
             return
         for each in self._optimizers:
             # A compiled step calls them as they are.
@@ -196,8 +225,20 @@ class CircuitRates:
             self._handles += [each.register_step_pre_hook(keep), each.register_step_post_hook(scale)]
 
     def _wanted(self) -> list[ScaledEntries]:
-        """The entries that are trained now and have a rate of their own."""
-        return [part for part in self._scaled if part.is_scaled and part.entries.parameter.requires_grad]
+        """The entries that are trained now and have a rate of their own, or may get one from the guard."""
+        return [
+            part
+            for part in self._scaled
+            if (part.is_scaled or self._is_guarded(part)) and part.entries.parameter.requires_grad
+        ]
+
+    def _is_guarded(self, part: ScaledEntries) -> bool:
+        return self._guarded is not None and part.entries.circuit == "QK"
+
+    def _look(self, *, is_after_step: bool = False) -> None:
+        """Let the guard decide by the scores that were seen since the last time."""
+        if self.guard is not None and self.guard.look(is_after_step=is_after_step) and self._guarded is not None:
+            self._guarded.lower(self.guard.rates)
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
         caller, call = call_of_step(), self._calls.get(optimizer)
@@ -206,6 +247,7 @@ class CircuitRates:
             for part in call[1]:
                 part.scale()
             return
+        self._look()
         self._tell_untrained()
         self._examine_newcomers()
         parts = [part for part in self._wanted() if self._accepted.get(id(part)) is optimizer]
@@ -215,10 +257,13 @@ class CircuitRates:
 
     def _scale(self, optimizer: Optimizer, *_: Any) -> None:
         caller, parts = self._calls.get(optimizer, (None, []))
+        self._look(is_after_step=True)
         for part in parts:
             part.scale()
         if caller is call_of_step():
             del self._calls[optimizer]
+            if self.guard is not None:
+                self.guard.clip(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _examine_newcomers(self) -> None:
         """Accept entries that are trained only now, and say of which that is not possible."""
@@ -255,6 +300,8 @@ class CircuitRates:
                     self._demand_free(optimizer, group, part.entries)
                     if self._kind(optimizer, group) == "tensors":
                         _demand_whole(optimizer, part)
+                        if self._is_guarded(part):
+                            _demand_one_head(optimizer, part)
                     self._accepted[id(part)] = optimizer
                     return
 
@@ -331,6 +378,15 @@ def _demand_whole(optimizer: Optimizer, part: ScaledEntries) -> None:
         f"{kind} does not move each entry separately, but each parameter as a whole, and {holds}: keep them as "
         f"parameters of their own, or use an optimizer such as AdamW"
     )
+
+
+def _demand_one_head(optimizer: Optimizer, part: ScaledEntries) -> None:
+    """Refuse a guard of single heads in parameters that move as a whole."""
+    if len({block.heads for block in part.entries.blocks}) > 1:
+        raise CallError(
+            f"{type(optimizer).__name__} does not move each entry separately, but each parameter as a whole, and "
+            f"{part.entries.name} holds several heads, whose rates a guard lowers one by one: use guard_by='clip'"
+        )
 
 
 def _demand_all(missing: list[CircuitEntries]) -> None:

@@ -80,12 +80,16 @@ class ScaledEntries:
     def scale(self) -> None:
         """Multiply what the entries moved since `keep`, or since the last call; the values then count as kept."""
         for kept, view, multipliers in zip(self.before, self.entries.views(), self._of_views(), strict=True):
-            view.copy_(kept.lerp_(view, multipliers))
+            if self.is_scaled:
+                view.copy_(kept.lerp_(view, multipliers))
+            else:
+                kept.copy_(view)
 
     def _of_views(self) -> list[Any]:
         multipliers, entries = self.multipliers, self.entries
         if not isinstance(multipliers, Tensor):
             return [multipliers] * len(entries.ranges)
+        multipliers = self.multipliers = multipliers.to(self.before[0])
         if multipliers.shape[entries.dimension] == 1:
             return [multipliers] * len(entries.ranges)
         return [multipliers.narrow(entries.dimension, part.start, len(part)) for part in entries.ranges]
