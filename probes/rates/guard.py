@@ -39,7 +39,8 @@ class ScoreGuard:
     By "rate", the step of a head's W_Q, W_K, b_Q and b_K is taken at m times its rate, where m falls from 1 at a tenth
     of the limit to 0 at the limit; see `braking_multiples`. By "clip" (QK-clip), these weights are scaled after the
     step, each by sqrt(limit / score), where the score was above the limit; in groups of heads that share a key, the
-    whole factor goes to the query, since a shared key would change the scores of other heads.
+    whole factor goes to the query, since a shared key would change the scores of other heads. Layers that are frozen
+    are left alone.
 
     Attributes:
         limit: The limit.
@@ -82,7 +83,7 @@ class ScoreGuard:
             if (weights.stack, weights.layer) in self._heads:
                 _demand_that_weights_hold_scores(weights, by)
         if by == "clip":
-            _demand_all_trained(entries)
+            _demand_whole_layers(entries)
         self._history = HealthHistory(limits, None)
         self._rates: dict[LayerKey, list[float]] = {key: [1.0] * heads for key, heads in self._heads.items()}
         self._to_clip: list[tuple[CircuitEntries, HeadBlock, float]] = []
@@ -150,7 +151,8 @@ class ScoreGuard:
         if not seen:
             return False
         self._steps += 1
-        self._history.add(self._steps, seen, self._decide)
+        frozen = _layers_with_frozen(self._entries) if self.by == "clip" else set()
+        self._history.add(self._steps, {key: scores for key, scores in seen.items() if key not in frozen}, self._decide)
         self._to_clip = []
         for key, states in self._history.latest.items():
             self._rates[key] = states.rate.tolist()
@@ -269,14 +271,22 @@ def _demand_that_weights_hold_scores(weights: AttentionWeights, by: str) -> None
         )
 
 
-def _demand_all_trained(entries: Iterable[CircuitEntries]) -> None:
+def _demand_whole_layers(entries: Iterable[CircuitEntries]) -> None:
+    """Refuse to clip layers of which a part is frozen, or spread over processes."""
+    entries = list(entries)
+    frozen = _layers_with_frozen(entries)
     for part in entries:
         where = layer_name(*part.blocks[0].layer)
-        if not part.parameter.requires_grad:
+        if part.parameter.requires_grad and any(block.layer in frozen for block in part.blocks):
             raise CallError(
-                f"{part.name} of {where} is frozen, and QK-clip would change it: use guard_by='rate', or train it"
+                f"{part.name} of {where} is trained, and other weights of its scores are frozen, which QK-clip would "
+                f"change: use guard_by='rate', or train them too"
             )
         if hasattr(part.parameter, "full_tensor"):
             raise CallError(
                 f"{part.name} of {where} is spread over processes (DTensor), and a head's part of it cannot be scaled"
             )
+
+
+def _layers_with_frozen(entries: Iterable[CircuitEntries]) -> set[LayerKey]:
+    return {block.layer for part in entries if not part.parameter.requires_grad for block in part.blocks}
