@@ -18,7 +18,7 @@ gradients and random numbers stay the same.
 The names in groups:
 
     Attention               AttentionProbe
-    Health of attention     AttentionHealth (the scores of every head as it trains), Alarm
+    Health of attention     AttentionHealth (the scores of every head as it trains), Alarm, ScoreGuard (of CircuitRates)
     Circuits in training    CircuitProbe, log_spaced; CircuitProbeCallback (for the Trainer of transformers),
                             CircuitProbeLightningCallback (for that of Lightning)
     Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .health.alarms import Alarm
     from .health.attention_health import AttentionHealth
     from .rates.circuit_rates import CircuitRates
+    from .rates.guard import ScoreGuard
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
     from .training.circuit_probe import CircuitProbe
     from .training.log_filter import LogFilter
@@ -57,6 +58,7 @@ __all__ = [
     "CircuitRatesCallback",
     "CircuitRatesLightningCallback",
     "LogFilter",
+    "ScoreGuard",
     "circuit_parameter_groups",
     "log_spaced",
     "log_to",

@@ -142,6 +142,17 @@ class AttentionHealth:
         table = self._history.table().drop(columns=["rate", "clip"])
         return table if table["stack"].nunique() > 1 else table.drop(columns="stack")
 
+    def columns(self) -> dict[tuple[str, int, str], dict[str, list[float]]]:
+        """Return the last record for `CircuitProbe(..., columns=health.columns)`, which stores it with its own rows.
+
+        Create the health before the probe, so that the step is recorded by then. The columns are `max_logit`,
+        `attention_entropy` and `max_logit_growth`, in the rows of QK.
+        """
+        return {
+            key: {name: values for name, values in of_layer.items() if not name.startswith("guard")}
+            for key, of_layer in self._history.columns().items()
+        }
+
     def bounds(self) -> pd.DataFrame:
         """Return a bound on the scores of each head that the weights have now, over all inputs: `score_bound`.
 

@@ -139,6 +139,19 @@ class HealthHistory:
         """The states at the step that was recorded last; empty if there is none."""
         return self._records[-1] if self._records else {}
 
+    def columns(self) -> dict[tuple[str, int, str], dict[str, list[float]]]:
+        """Return what `CircuitProbe(columns=...)` stores: the values of the last recorded step, by layer and name."""
+        return {
+            (*key, "QK"): {
+                "max_logit": states.scores.largest.tolist(),
+                "attention_entropy": states.scores.entropy.tolist(),
+                "max_logit_growth": states.growth.tolist(),
+                "guard_rate": states.rate.tolist(),
+                "guard_clip": states.clip.tolist(),
+            }
+            for key, states in self.latest.items()
+        }
+
     def table(self) -> pd.DataFrame:
         """Return a row for each recorded step and head; see `AttentionHealth.table`."""
         columns = ["step", "stack", "layer", "head", "max_logit", "entropy", "growth", "passes_at", "holding_rate"]

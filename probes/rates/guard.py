@@ -118,6 +118,13 @@ class ScoreGuard:
         table = self._history.table()
         return table if table["stack"].nunique() > 1 else table.drop(columns="stack")
 
+    def columns(self) -> dict[tuple[str, int, str], dict[str, list[float]]]:
+        """Return the last record for `CircuitProbe(..., columns=rates.guard.columns)`, which stores it with its rows.
+
+        The columns are those of `AttentionHealth.columns`, and what was done: `guard_rate` and `guard_clip`.
+        """
+        return self._history.columns()
+
     def in_words(self) -> str:
         """Return what the guard does, in plain English."""
         how = (

@@ -21,7 +21,7 @@ from .gathering import Gathering
 from .log_filter import Log, LogFilter, RowLog
 from .model import Factors, LiveModel, copied, same
 from .optimizer_steps import OptimizerSteps, listed, unwrapped
-from .run import LiveRun
+from .run import HeadColumns, LiveRun
 from .schedule import schedule
 
 
@@ -81,6 +81,7 @@ class CircuitProbe:
         directions: TaskDirections | None = None,
         log: Log | None = None,
         log_filter: LogFilter | Callable[[str], bool] | None = None,
+        columns: HeadColumns | None = None,
         start: int | None = None,
         resume: bool = False,
         on_error: str = "warn",
@@ -102,6 +103,8 @@ class CircuitProbe:
             log_filter: The values that `log` gets: a `LogFilter`, which names figures and heads, or a function that
                 returns for the name of each value, such as QK.frobenius_norm/layer0.head1, whether it is passed. By
                 default medians and largest values of each layer, 15 in all.
+            columns: Returns more values to store with the rows of a logged step, such as `AttentionHealth.columns` or
+                `CircuitRates.guard.columns`: one for each head, by (stack, layer, circuit) and name.
             start: The number of steps that the model has been trained already; 0 by default, and needed where a store
                 is resumed.
             resume: Whether to resume the store if it exists: steps up to `start` stay, and later ones are moved aside,
@@ -121,6 +124,9 @@ class CircuitProbe:
         if start is not None and (not isinstance(start, Integral) or isinstance(start, bool) or start < 0):
             raise CallError(f"start should be a number of steps, got {start!r}")
         row_log = None if log is None else RowLog(log, log_filter)
+        if columns is not None and not callable(columns):
+            raise CallError(f"columns should be a function that returns values of heads, got {columns!r}")
+        self._columns = columns
         if directions is not None and not isinstance(directions, TaskDirections):
             raise CallError(f"directions should be TaskDirections, got {type(directions).__name__}")
         gathering = Gathering.of(model)
@@ -383,7 +389,10 @@ class CircuitProbe:
                 f"them is missing: set them to zero after the optimizer's step and after probe.step()"
             )
             gradients = model.gradients({})
-        self._run.measure(self.steps, model.step_quantities(before, gradients), scalars)
+        quantities = model.step_quantities(before, gradients)
+        for key, values in ({} if self._columns is None else self._columns()).items():
+            quantities[key] = {**quantities.get(key, {}), **values}
+        self._run.measure(self.steps, quantities, scalars)
         model.release()
 
     def _copies(self) -> dict[int, Tensor] | None:

@@ -1,7 +1,7 @@
 """The rows of a model in training, step by step: measured, stored and passed on."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from .store import LiveStore, MemoryStore
 
 #: The quantities of a step by circuit and name, one value for each head.
 StepQuantities = dict[CircuitKey, dict[str, list[float]]]
+#: Returns more of them, which others have measured.
+HeadColumns = Callable[[], Mapping[CircuitKey, Mapping[str, list[float]]]]
 
 
 class LiveRun:
@@ -152,7 +154,9 @@ class LiveRun:
         rows = [row for parts in self._comparable(current) for row in self._rows_of(*parts)]
         adapted = self._adapters.quantities(current.weights.layers())
         columns = dict.fromkeys(column for row in rows for column in row)
-        missing: dict[str, Any] = dict.fromkeys((*columns, *STEP_QUANTITIES, *(ADAPTER_QUANTITIES if adapted else ())))
+        more = dict.fromkeys(name for of_circuit in quantities.values() for name in of_circuit)
+        known = (*columns, *STEP_QUANTITIES, *(ADAPTER_QUANTITIES if adapted else ()), *more)
+        missing: dict[str, Any] = dict.fromkeys(known)
         measured = []
         for row in rows:
             key = row["stack"], row["layer"], row["circuit"]

@@ -113,7 +113,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/attention/tables.py": _tests("probes", "attention_probe", "attention_probe_sources", "what_a_probe_says"),
     "probes/health/alarms.py": _tests("probes", "growth_of_scores"),
     "probes/health/attention_health.py": _tests("probes", "attention_health"),
-    "probes/health/growth.py": _tests("probes", "growth_of_scores"),
+    "probes/health/growth.py": _tests("probes", "growth_of_scores", "guard_of_scores"),
     "probes/health/history.py": _tests("probes", "attention_health"),
     "probes/health/report.py": _tests("probes", "attention_health"),
     "probes/health/scores.py": _tests("probes", "attention_health"),
@@ -129,6 +129,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "probes/rates/descriptions.py": _tests("probes", "circuit_rates_by_head", "circuit_rates_hooks"),
     "probes/rates/entries.py": _tests("probes", "circuit_rates", "circuit_rates_by_head", "circuit_parameter_groups"),
+    "probes/rates/guard.py": _tests("probes", "guard_of_scores"),
+    "probes/rates/guarded_rates.py": _tests("probes", "guard_of_scores"),
     "probes/rates/group_ratios.py": _tests("probes", "circuit_parameter_groups_schedules"),
     "probes/rates/multipliers.py": _tests("probes", "circuit_rates_by_head", "circuit_parameter_groups_schedules"),
     "probes/rates/parameter_groups.py": _tests(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from qkov.circuits import CallError, QkovError
-from qkov.probes import AttentionProbe, CircuitRates
+from qkov.probes import AttentionHealth, AttentionProbe, CircuitProbe, CircuitRates
 from torch import Tensor, nn
 
 from ..circuits.family_proof import small
@@ -458,3 +458,31 @@ def test_a_module_of_ones_own_can_be_guarded():
         for tokens in batches(3):
             step(model, optimizer, tokens)
     assert rates.guard.table()["rate"].lt(1).any()
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_what_is_seen_and_done_is_stored_with_the_rows_of_a_probe(in_memory, tmp_path):
+    model = enlarged(BY_NAME["GPT-2"].model(torch.float64), 2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    limit = float(np.median(list(largest_scores(model, next(batches(1))).values())))
+    store = None if in_memory else tmp_path / "store"
+    with (
+        CircuitRates(optimizer, model, qk=1.0, guard=limit) as rates,
+        AttentionHealth(model, optimizer, tell=None) as health,
+        CircuitProbe(model, store, every=2, optimizer=optimizer, columns=rates.guard.columns) as probe,
+        CircuitProbe(model, every=2, optimizer=optimizer, columns=health.columns) as other,
+    ):
+        for tokens in batches(4):
+            step(model, optimizer, tokens)
+    assert probe.failures == other.failures == 0
+    done = rates.guard.table()
+    done = done[done["step"] % 2 == 0]
+    assert done["rate"].lt(1).any()
+    names = {"max_logit": "max_logit", "attention_entropy": "entropy", "guard_rate": "rate", "guard_clip": "clip"}
+    for each, stored in ((probe, list(names)), (other, ["max_logit", "attention_entropy"])):
+        table = each.table()
+        logged = table[(table["step"] > 0) & (table["circuit"] == "QK")].sort_values(["step", "layer", "head"])
+        for name in stored:
+            np.testing.assert_allclose(logged[name], done[names[name]], rtol=1e-12)
+        assert table[table["circuit"] == "OV"]["max_logit"].isna().all()
+    assert "guard_rate" not in other.table()

@@ -68,6 +68,9 @@ def main() -> None:
         "horizon": lambda: health(horizon=1.5),
         "health, start": lambda: health(start=True),
         "tell": lambda: health(tell="loud"),
+        "columns": lambda: probe(columns={}),
+        "guard": lambda: CircuitRates(optimizer, fused, guard="100"),  # pyright: ignore[reportArgumentType]
+        "guard_by": lambda: CircuitRates(optimizer, fused, guard=100, guard_by="norm"),  # pyright: ignore[reportArgumentType]
         "lr": lambda: groups("1e-3"),
         "qk": lambda: groups(1e-3, qk="30"),
         "qk of layers": lambda: groups(1e-3, qk=[30.0, 1.0]),
