@@ -8,14 +8,28 @@ from torch import nn
 from ...circuits.errors import CallError
 from ...circuits.reading.options import ModelKeywords, reading_options
 from ..rates.circuit_rates import CircuitRates
+from ..rates.guard import GuardedBy, ScoreGuard, demand_guard
 from ..rates.multipliers import Multipliers, demand_multipliers
 from ..training.optimizer_steps import unwrapped
 
 
 class DeferredRates:
-    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins."""
+    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins.
 
-    def __init__(self, qk: Multipliers, ov: Multipliers, biases: bool, options: Any, reading: ModelKeywords) -> None:
+    Attributes:
+        guard: What holds the scores, also after training has ended; None if they are not held.
+    """
+
+    def __init__(
+        self,
+        qk: Multipliers,
+        ov: Multipliers,
+        biases: bool,
+        options: Any,
+        reading: ModelKeywords,
+        guard: float | None,
+        guard_by: GuardedBy,
+    ) -> None:
         """Keep the arguments.
 
         Args:
@@ -24,11 +38,17 @@ class DeferredRates:
             biases: Whether the biases learn at the rates of their circuits.
             options: How to read the model, as one object.
             reading: The same as keywords.
+            guard: The largest score under which each head is kept; None for no guard.
+            guard_by: How it is kept there.
 
         Raises:
-            CallError: A multiplier is not a finite number above 0, or the options do not go together.
+            CallError: A multiplier or the guard is not a finite number above 0, or the options do not go together.
         """
         demand_multipliers(qk, ov)
+        if guard is not None:
+            demand_guard(guard, guard_by)
+        self._guard, self._guard_by = guard, guard_by
+        self.guard: ScoreGuard | None = None
         self._qk, self._ov, self._biases = qk, ov, biases
         self._options = reading_options(options, dict(reading), ModelKeywords)
         self._rates: CircuitRates | None = None

@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.reading.options import ModelKeywords, ReadingOptions
 from ..rates.circuit_rates import CircuitRates
+from ..rates.guard import GuardedBy, ScoreGuard
 from ..rates.multipliers import Multipliers
 from .deferred_rates import DeferredRates
 
@@ -29,6 +30,8 @@ class CircuitRatesCallback(TrainerCallback):
         ov: Multipliers = 1.0,
         *,
         biases: bool = False,
+        guard: float | None = None,
+        guard_by: GuardedBy = "rate",
         options: ReadingOptions | Mapping | None = None,
         **reading: Unpack[ModelKeywords],
     ) -> None:
@@ -38,13 +41,15 @@ class CircuitRatesCallback(TrainerCallback):
             qk: The multiplier of the rate of the QK circuit, as for `CircuitRates`.
             ov: The multiplier of the rate of the OV circuit.
             biases: Whether b_Q and b_K learn at the rate of QK, and b_V and b_O at that of OV.
+            guard: The largest score under which each head is kept, as for `CircuitRates`.
+            guard_by: How it is kept there: by a lower "rate", or by a "clip".
             options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
-            CallError: A multiplier is not a finite number above 0, or the options do not go together.
+            CallError: A multiplier or the guard is not a finite number above 0, or the options do not go together.
         """
-        self._deferred = DeferredRates(qk, ov, biases, options, reading)
+        self._deferred = DeferredRates(qk, ov, biases, options, reading, guard, guard_by)
 
     @property
     def rates(self) -> CircuitRates:
@@ -54,6 +59,11 @@ class CircuitRatesCallback(TrainerCallback):
             CallError: Training has not begun, or it is over.
         """
         return self._deferred.rates
+
+    @property
+    def guard(self) -> ScoreGuard | None:
+        """What holds the scores, also after training has ended; None if they are not held."""
+        return self._deferred.guard
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Create the rates."""

@@ -19,7 +19,7 @@ from ...circuits.weights.layer_keys import LayerKey, layer_name, layers_in_words
 from ..health.alarms import Alarm
 from ..health.attention_health import limits_of
 from ..health.growth import braking_multiples, clip_factors
-from ..health.history import Done, HealthHistory
+from ..health.history import Done, HealthHistory, Limits
 from ..health.report import report
 from ..health.scores import LayerScores, ScoreWatcher
 from ..training.failures import Failures
@@ -63,9 +63,7 @@ class ScoreGuard:
             CallError: The limit is not a number above 0, `by` is neither, the scores of the model are not seen, or they
                 do not depend on W_Q and W_K in such a way that these hold them.
         """
-        limits = limits_of(limit, None, _HORIZON, _WINDOW, _KEPT, name="guard")
-        if by not in ("rate", "clip"):
-            raise CallError(f"guard_by should be 'rate' or 'clip', got {by!r}")
+        limits = demand_guard(limit, by)
         self.limit, self.by = limits.limit, by
         self._entries = entries
         self._failures = Failures("warn")
@@ -226,6 +224,21 @@ class ScoreGuard:
             for key, part in zip(self._heads, parts, strict=True)
             if not bool(part.isnan().all())
         }
+
+
+def demand_guard(limit: Any, by: Any) -> Limits:
+    """Return what an alarm of a guard is, and refuse what is not a guard, before a model is read.
+
+    Args:
+        limit: The largest score that is not to be passed.
+        by: "rate" or "clip".
+
+    Raises:
+        CallError: The limit is not a number above 0, or `by` is neither.
+    """
+    if by not in ("rate", "clip"):
+        raise CallError(f"guard_by should be 'rate' or 'clip', got {by!r}")
+    return limits_of(limit, None, _HORIZON, _WINDOW, _KEPT, name="guard")
 
 
 def _share(weight: str, factor: float, *, is_grouped: bool) -> float:

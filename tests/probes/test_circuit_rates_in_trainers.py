@@ -115,6 +115,18 @@ def test_accumulated_batches_are_one_step_of_the_trainer(tmp_path):
     assert largest_difference(training.model, by_hand(steps, [LR] * STEPS)) < 1e-12
 
 
+def test_the_trainer_keeps_scores_under_a_limit(tmp_path):
+    callback = CircuitRatesCallback(1.0, guard=1e-3, guard_by="clip")
+    assert callback.guard is None
+    training = trainer(tmp_path, [callback])
+    training.train()
+    assert callback.guard is not None
+    table = callback.guard.table()
+    assert table["step"].unique().tolist() == list(range(1, STEPS + 1))
+    assert table["clip"].lt(1).any()
+    assert not training.optimizer.optimizer._optimizer_step_pre_hooks
+
+
 def test_a_trainer_may_train_again(tmp_path):
     training = trainer(tmp_path, [CircuitRatesCallback({0: QK})])
     training.train()
@@ -126,6 +138,8 @@ def test_a_trainer_may_train_again(tmp_path):
 def test_wrong_arguments_are_refused_before_training(make):
     with pytest.raises(CallError, match="the multiplier qk should be a finite number above 0, got -1"):
         make(-1.0)
+    with pytest.raises(CallError, match="guard should be a finite number above 0, got 0"):
+        make(guard=0.0)
     with pytest.raises(CallError, match="unexpected keyword 'head'"):
         make(head=4)
 
