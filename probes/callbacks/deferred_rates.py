@@ -14,11 +14,7 @@ from ..training.optimizer_steps import unwrapped
 
 
 class DeferredRates:
-    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins.
-
-    Attributes:
-        guard: What holds the scores, also after training has ended; None if they are not held.
-    """
+    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins."""
 
     def __init__(
         self,
@@ -47,8 +43,8 @@ class DeferredRates:
         demand_multipliers(qk, ov)
         if guard is not None:
             demand_guard(guard, guard_by)
-        self._guard, self._guard_by = guard, guard_by
-        self.guard: ScoreGuard | None = None
+        self._limit, self._guard_by = guard, guard_by
+        self._guard: ScoreGuard | None = None
         self._qk, self._ov, self._biases = qk, ov, biases
         self._options = reading_options(options, dict(reading), ModelKeywords)
         self._rates: CircuitRates | None = None
@@ -63,6 +59,17 @@ class DeferredRates:
         if self._rates is None:
             raise CallError("the circuit rates hold while training goes on in this process, which is not now")
         return self._rates
+
+    @property
+    def guard(self) -> ScoreGuard:
+        """What holds the scores, also after training has ended.
+
+        Raises:
+            CallError: They are not held, or training has not begun.
+        """
+        if self._guard is None:
+            raise CallError("there is no guard: give the callback guard=100.0, and ask for it once training has begun")
+        return self._guard
 
     def begin(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """Create the rates.
@@ -82,8 +89,11 @@ class DeferredRates:
             self._qk,
             self._ov,
             biases=self._biases,
+            guard=self._limit,
+            guard_by=self._guard_by,
             options=self._options,
         )
+        self._guard = None if self._limit is None else self._rates.guard
 
     def end(self) -> None:
         """Remove the rates. Calling it again is harmless."""

@@ -6,6 +6,7 @@ from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError, QkovError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions
 from ..rates.circuit_rates import CircuitRates
+from ..rates.guard import GuardedBy, ScoreGuard
 from ..rates.multipliers import Multipliers
 from .deferred_rates import DeferredRates
 from .lightning import callback_class
@@ -33,6 +34,8 @@ class CircuitRatesLightningCallback(_Base):
         *,
         part: str = "",
         biases: bool = False,
+        guard: float | None = None,
+        guard_by: GuardedBy = "rate",
         options: ReadingOptions | Mapping | None = None,
         **reading: Unpack[ModelKeywords],
     ) -> None:
@@ -43,14 +46,17 @@ class CircuitRatesLightningCallback(_Base):
             ov: The multiplier of the rate of the OV circuit.
             part: The path of the model within the LightningModule, such as "student", if it holds several.
             biases: Whether b_Q and b_K learn at the rate of QK, and b_V and b_O at that of OV.
+            guard: The largest score under which each head is kept, as for `CircuitRates`.
+            guard_by: How it is kept there: by a lower "rate", or by a "clip".
             options: How to read the model, as one object. A Mapping stands for `ReadingOptions(mapping=...)`.
             **reading: The same as keywords: mapping, family, heads or prefix.
 
         Raises:
-            CallError: A multiplier is not a finite number above 0, or the options do not go together.
+            CallError: A multiplier or the guard is not a finite number above 0, or the options do not go together.
             QkovError: Lightning is not installed.
         """
-        self._deferred, self._part = DeferredRates(qk, ov, biases, options, reading), part
+        self._deferred = DeferredRates(qk, ov, biases, options, reading, guard, guard_by)
+        self._part = part
         if _Callback is None:
             raise QkovError("Lightning is not installed: pip install lightning")
         super().__init__()
@@ -63,6 +69,15 @@ class CircuitRatesLightningCallback(_Base):
             CallError: Training has not started, or it is over.
         """
         return self._deferred.rates
+
+    @property
+    def guard(self) -> ScoreGuard:
+        """What holds the scores, also after training has ended.
+
+        Raises:
+            CallError: They are not held, or training has not started.
+        """
+        return self._deferred.guard
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the rates.

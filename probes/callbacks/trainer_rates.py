@@ -61,8 +61,12 @@ class CircuitRatesCallback(TrainerCallback):
         return self._deferred.rates
 
     @property
-    def guard(self) -> ScoreGuard | None:
-        """What holds the scores, also after training has ended; None if they are not held."""
+    def guard(self) -> ScoreGuard:
+        """What holds the scores, also after training has ended.
+
+        Raises:
+            CallError: They are not held, or training has not begun.
+        """
         return self._deferred.guard
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002

@@ -102,7 +102,7 @@ class ScoreWatcher:
             # One copy from the device for all layers.
             on_cpu = torch.cat(parts).cpu().split([len(part) for part in parts]) if parts else ()
             for number, key in enumerate(sums):
-                largest, entropy = on_cpu[2 * number : 2 * number + 2]
+                largest, entropy = on_cpu[2 * number], on_cpu[2 * number + 1]
                 seen[key] = LayerScores(torch.where(largest == -torch.inf, torch.nan, largest), entropy)
         return seen
 

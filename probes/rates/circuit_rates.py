@@ -76,7 +76,6 @@ class CircuitRates:
 
     Attributes:
         multipliers: The multipliers of each circuit by its name, as they were given.
-        guard: What holds the scores; None if they are not held.
     """
 
     def __init__(
@@ -122,11 +121,11 @@ class CircuitRates:
         self._of_heads = HeadMultipliers(self._entries, qk, ov)
         self._of_heads.demand_one_each(self._entries)
         self._scaled = [ScaledEntries(part, self._of_heads) for part in self._entries]
-        self.guard: ScoreGuard | None = None
+        self._guard: ScoreGuard | None = None
         self._guarded: GuardedRates | None = None
         if guard is not None:
             with_biases = [part for part in circuit_entries(model, chosen, True) if part.circuit == "QK"]
-            self.guard = ScoreGuard(model, with_biases, guard, guard_by, chosen)
+            self._guard = ScoreGuard(model, with_biases, guard, guard_by, chosen)
             if guard_by == "rate":
                 self._guarded = GuardedRates(self._scaled, self._of_heads, with_biases)
                 self._scaled += self._guarded.biases
@@ -142,9 +141,20 @@ class CircuitRates:
             self._accept(part)
         _demand_all([part.entries for part in wanted if id(part) not in self._accepted])
         _ACTIVE.add(self)
-        if self.guard is not None:
-            self.guard.start()
+        if self._guard is not None:
+            self._guard.start()
         self._hook()
+
+    @property
+    def guard(self) -> ScoreGuard:
+        """What holds the scores.
+
+        Raises:
+            CallError: They are not held.
+        """
+        if self._guard is None:
+            raise CallError("these rates have no guard: create them with CircuitRates(..., guard=100.0)")
+        return self._guard
 
     def scales(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
         """Return whether the steps that an optimizer makes with a parameter are scaled.
@@ -167,7 +177,7 @@ class CircuitRates:
             for line in lines_of_circuit(circuit, [part for part in trained if part.circuit == circuit], self._of_heads)
         ]
         lines.append("rest: the base rate")
-        lines += [] if self.guard is None else [self.guard.in_words()]
+        lines += [] if self._guard is None else [self._guard.in_words()]
         lines += self._refused.values()
         frozen = {part.name: None for part in self._entries if not part.parameter.requires_grad}
         if frozen:
@@ -178,8 +188,8 @@ class CircuitRates:
         """Remove the hooks and free the copies. Calling it again is harmless."""
         # First, so that hooks that an interrupt leaves in place scale nothing.
         self._scaled, self._calls = [], {}
-        if self.guard is not None:
-            self.guard.close()
+        if self._guard is not None:
+            self._guard.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -216,7 +226,7 @@ class CircuitRates:
 
     def _hook(self) -> None:
         """Put hooks on the optimizers as soon as anything is scaled or guarded."""
-        if self._handles or (self.guard is None and not any(part.is_scaled for part in self._scaled)):
+        if self._handles or (self._guard is None and not any(part.is_scaled for part in self._scaled)):
             return
         for each in self._optimizers:
             # A compiled step calls them as they are.
@@ -237,8 +247,8 @@ class CircuitRates:
 
     def _look(self, *, is_after_step: bool = False) -> None:
         """Let the guard decide by the scores that were seen since the last time."""
-        if self.guard is not None and self.guard.look(is_after_step=is_after_step) and self._guarded is not None:
-            self._guarded.lower(self.guard.rates)
+        if self._guard is not None and self._guard.look(is_after_step=is_after_step) and self._guarded is not None:
+            self._guarded.lower(self._guard.rates)
 
     def _keep(self, optimizer: Optimizer, *_: Any) -> None:
         caller, call = call_of_step(), self._calls.get(optimizer)
@@ -262,8 +272,8 @@ class CircuitRates:
             part.scale()
         if caller is call_of_step():
             del self._calls[optimizer]
-            if self.guard is not None:
-                self.guard.clip(parameter for group in optimizer.param_groups for parameter in group["params"])
+            if self._guard is not None:
+                self._guard.clip(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _examine_newcomers(self) -> None:
         """Accept entries that are trained only now, and say of which that is not possible."""
