@@ -50,7 +50,6 @@ class LiveModel:
         name: The name of its class.
         recognised: How its weights were recognised, in words.
         skipped: The parts that are not attention with these circuits, and why.
-        untested: The circuits for which the test of the preconditioner lacks some quantities.
     """
 
     def __init__(
@@ -97,7 +96,12 @@ class LiveModel:
         else:
             reasons |= dict.fromkeys(self._frozen(), "not all of its weights are trained")
             reasons |= self._adapted()
-        self.untested = _untested(reasons)
+        self._reasons = reasons
+
+    @property
+    def untested(self) -> list[Untested]:
+        """The circuits for which the test of the preconditioner lacks some quantities, or lacked them once."""
+        return _untested(self._reasons)
 
     @property
     def is_spread(self) -> bool:
@@ -156,6 +160,8 @@ class LiveModel:
         if names != self._adapted_names:
             factors = self._entries()
             self._adapted_names = names
+            # Adapters may have been added to a model that was measured before; what they left out stays told.
+            self._reasons |= self._adapted()
             self._is_adapted = bool(names) and (self._parameters is None or not names.isdisjoint(factors))
         return self._in_basis(self._open(adapters=False)) if self._is_adapted else None
 

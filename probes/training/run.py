@@ -127,6 +127,7 @@ class LiveRun:
         layers = self.model.layers()
         rows = self._measured(self._at(step, layers), quantities)
         last = self._at(step, LayersInMemory.copied(layers.held))
+        self._store.note_untested([vars(untested) for untested in self.model.untested])
         self._store.write(step, rows, scalars)
         # Set only once the step is stored, so that the next step is compared with a stored one.
         self._rows, self._last, self.last_step = _with_columns(rows, scalars), last, step

@@ -188,8 +188,16 @@ class LiveStore:
             with suppress(OSError, QkovError):
                 self._demand_own()
 
+    def note_untested(self, untested: list[dict[str, Any]]) -> None:
+        """State in run.json, with the next step, which circuits lack quantities of a step.
+
+        Args:
+            untested: The circuits with the reasons, as in run.json.
+        """
+        self._description["untested"] = untested
+
     def _demand_own(self) -> None:
-        """Make a store whole again that was deleted, refuse one that another probe has resumed, and state failures.
+        """Make a store whole again that was deleted, refuse one that another probe has resumed, and state what is new.
 
         Raises:
             QkovError: Another probe writes to the store, or it cannot be written to.
@@ -208,8 +216,8 @@ class LiveStore:
         stored = self._store.description()
         if stored.get("writer") != self._description["writer"]:
             raise QkovError(f"another probe writes to {folder} by now, so this one writes to it no more")
-        if stored.get("failures") != self._description.get("failures"):
-            with self._demand_written("the number of failures"):
+        if any(stored.get(key) != self._description.get(key) for key in ("failures", "untested")):
+            with self._demand_written("the description of the run"):
                 self._store.describe(self._description)
 
     def _write_reference(self) -> None:
@@ -280,6 +288,9 @@ class MemoryStore:
 
     def note_failures(self, count: int, last: str) -> None:
         """Note nothing: the probe itself knows its failures."""
+
+    def note_untested(self, untested: list[dict[str, Any]]) -> None:
+        """Note nothing: there is no run.json."""
 
     def table(self) -> pd.DataFrame:
         """Return all rows."""

@@ -284,12 +284,17 @@ def test_what_cannot_be_taken_out_is_said_once_and_the_rest_is_measured():
 def test_columns_of_adapters_that_come_late_are_missing_before(tmp_path):
     model = language_model("gpt2")
     probe = CircuitProbe(model, tmp_path / "run", every=1, on_error="raise")
+    assert RunStore(tmp_path / "run").description()["untested"] == []
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(**LORA, target_modules=["c_attn"])).double()
     optimizer = optimizer_of(adapted)
     with probe.attach(optimizer):
         language_loss(adapted, 1).backward()
         optimizer.step()
-    rows = RunStore(tmp_path / "run").table()
+    store = RunStore(tmp_path / "run")
+    reasons = {(untested["circuit"], untested["reason"]) for untested in store.description()["untested"]}
+    made = "its weights are made with adapters (lora), which have gradients in place of the weights"
+    assert reasons == {("QK", made), ("OV", made)}
+    rows = store.table()
     assert rows.query("step == 0")["adapter_singular_values"].isna().all()
     assert rows.query("step == 1")["adapter_singular_values"].map(len).tolist() == [2, 4] * 6
 
