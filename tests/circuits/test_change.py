@@ -97,3 +97,29 @@ def test_collapsed_circuits_have_a_change_too():
     matrix = base.dense()
     values = measure_change(Circuit(matrix + low_rank(matrix, 1, 0.5)), Circuit(matrix))
     assert (values["rank"] == 1).all()
+
+
+@pytest.mark.parametrize(("precision", "rank"), [(1 / 24.5, 1), (1 / 23.5, 0), (1 / 32, 1)])
+def test_singular_values_count_above_four_roundings_of_the_factors(precision, rank):
+    """With A = 2 and B = 3, what rounding can make is 24 e."""
+    left = torch.tensor([[2.0]], dtype=torch.float64)
+    circuit, base = (Circuit(left, torch.tensor([[right]], dtype=torch.float64)) for right in (3.0, 2.5))
+    assert float(measure_change(circuit, base, precision)["rank"]) == rank
+    # A change of 24/32 is no more than what rounding of 1/32 can make.
+    at_limit = Circuit(left, torch.tensor([[2.625]], dtype=torch.float64))
+    assert float(measure_change(circuit, at_limit, 1 / 32)["rank"]) == 0
+
+
+@pytest.mark.parametrize("batch", [(), (3, 1), (1, 3)])
+def test_batches_of_any_shape_are_measured_alike(batch):
+    base = factors()
+    changed = Circuit(base.left + low_rank(base.left, 2, 0.3), base.right)
+    expected, count = measure_change(changed, base), math.prod(batch)
+    circuits = []
+    for one in (changed, base):
+        left, right = (factor[:count].reshape(*batch, *factor.shape[1:]) for factor in (one.left, one.right))
+        circuits.append(Circuit(left, right))
+    values = measure_change(*circuits)
+    for name in CHANGE_QUANTITIES:
+        assert values[name].shape == (*batch, *expected[name].shape[1:]), name
+        torch.testing.assert_close(values[name].reshape(count, -1), expected[name][:count].reshape(count, -1), msg=name)
