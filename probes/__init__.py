@@ -22,6 +22,7 @@ The names in groups:
     Circuits in training    CircuitProbe, log_spaced; CircuitProbeCallback (for the Trainer of transformers),
                             CircuitProbeLightningCallback (for that of Lightning)
     Loggers of training     log_to_tensorboard, log_to_wandb, log_to, LogFilter
+    Optimizers              CircuitMuon (Muon of each head, or of the products W_QK and W_OV)
     Learning rates          CircuitRates, circuit_parameter_groups, CircuitParameterGroups
     ... in Trainers         CircuitRatesCallback (for that of transformers), CircuitRatesLightningCallback
 """
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .callbacks.trainer_rates import CircuitRatesCallback
     from .health.alarms import Alarm
     from .health.attention_health import AttentionHealth
+    from .optimizers.circuit_muon import CircuitMuon
     from .rates.circuit_rates import CircuitRates
     from .rates.guard import ScoreGuard
     from .rates.parameter_groups import CircuitParameterGroups, circuit_parameter_groups
@@ -50,6 +52,7 @@ __all__ = [
     "Alarm",
     "AttentionHealth",
     "AttentionProbe",
+    "CircuitMuon",
     "CircuitParameterGroups",
     "CircuitProbe",
     "CircuitProbeCallback",

@@ -124,6 +124,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/maps/reader.py": _tests("probes", "positions_of_a_probe", "attention_probe"),
     "probes/maps/selection.py": _tests("probes", "attention_probe", "attention_probe_sources"),
     "probes/maps/sides.py": _tests("probes", "positions_of_a_probe", "fused_kernels"),
+    "probes/optimizers/circuit_muon.py": _tests("probes", "circuit_muon"),
+    "probes/optimizers/orthogonal.py": _tests("probes", "circuit_muon"),
     "probes/rates/circuit_rates.py": _tests(
         "probes", "circuit_rates", "circuit_rates_hooks", "circuit_rates_frozen", "circuit_rates_whole_tensors"
     ),

@@ -1,0 +1,1 @@
+"""Optimizers whose steps are those of heads and circuits."""
