@@ -46,12 +46,14 @@ IDENTITY = pa.schema(
         ("reference", pa.string()),
     ]
 )
-#: The quantities that are lists.
-LISTS = {
+#: The quantities that are not one number: lists, and names of optimizers.
+NOT_NUMBERS = {
     "singular_values": pa.list_(pa.float64()),
     "adapter_singular_values": pa.list_(pa.float64()),
     "rotary_offsets": pa.list_(pa.int32()),
     "frobenius_norm_at_offsets": pa.list_(pa.float64()),
+    "left_optimizer": pa.string(),
+    "right_optimizer": pa.string(),
 }
 #: The columns of `composition/`, whose rows are scores of one kind between two heads.
 COMPOSITION = pa.schema(
@@ -233,7 +235,7 @@ class RunStore:
 
     def add_columns(self, names: list[str]) -> None:
         """Add columns without values to the files that lack them, so that all files have the same columns."""
-        types = {name: LISTS.get(name, pa.float64()) for name in names}
+        types = {name: NOT_NUMBERS.get(name, pa.float64()) for name in names}
         self._files.add_columns(types, self._write_table)
 
     def columns(self) -> list[str]:
@@ -387,5 +389,5 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
     schema = IDENTITY
     for name in dict.fromkeys(column for row in rows for column in row):
         if name not in IDENTITY.names:
-            schema = schema.append(pa.field(name, LISTS.get(name, pa.float64())))
+            schema = schema.append(pa.field(name, NOT_NUMBERS.get(name, pa.float64())))
     return pa.Table.from_pylist(rows, schema=schema)

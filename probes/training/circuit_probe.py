@@ -392,7 +392,7 @@ class CircuitProbe:
         quantities = model.step_quantities(before, gradients)
         for key, values in ({} if self._columns is None else self._columns()).items():
             quantities[key] = {**quantities.get(key, {}), **values}
-        self._run.measure(self.steps, quantities, scalars)
+        self._run.measure(self.steps, quantities, model.movers(self._optimizers.movers), scalars)
         model.release()
 
     def _copies(self) -> dict[int, Tensor] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...analyses.trajectories.store import IDENTITY, LISTS
+from ...analyses.trajectories.store import IDENTITY, NOT_NUMBERS
 from ...circuits.errors import CallError
 from ...circuits.weights.layer_keys import LayerKey, layer_name
 
@@ -125,7 +125,7 @@ class RowLog:
         asked = dict.fromkeys((*chosen.medians, *chosen.largest))
         unknown = [name for name in asked if name not in names and name not in (*LogFilter.medians, *LogFilter.largest)]
         if unknown:
-            figures = sorted(name for name in names if name not in IDENTITY.names and name not in LISTS)
+            figures = sorted(name for name in names if name not in IDENTITY.names and name not in NOT_NUMBERS)
             warnings.warn(
                 f"log_filter names {', '.join(unknown)}, of which no circuit has values; there are "
                 f"{', '.join(figures)}",
@@ -164,7 +164,7 @@ def all_values(rows: Rows) -> dict[str, float]:
     Args:
         rows: The rows of a step.
     """
-    left_out = (*IDENTITY.names, *LISTS)
+    left_out = (*IDENTITY.names, *NOT_NUMBERS)
     names = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)

@@ -20,9 +20,12 @@ from ...circuits.weights.attention_weights import AttentionWeights
 from ...circuits.weights.source import AttentionSource, LayersInMemory
 from ...circuits.weights.trained_factors import trained_circuits, without_product
 from .gathering import Gathering, is_spread, stand_in
+from .optimizer_steps import Mover
 
 #: The stack and the number of a layer, and the name of a circuit.
 CircuitKey = tuple[str, int, str]
+#: The columns that say who moved the left and the right factor: W_K and W_Q of QK, W_O and W_V of OV.
+MOVERS = ("left_optimizer", "left_learning_rate", "right_optimizer", "right_learning_rate")
 #: Circuits of up to this many entries are measured together, since there a call costs more than what it computes.
 _TOGETHER = 2**18
 Factors = dict[CircuitKey, Circuit]
@@ -242,6 +245,39 @@ class LiveModel:
         if id(tensor) not in self._gathered:
             raise QkovError("a weight that is spread over processes was not gathered before it was read")
         return self._gathered[id(tensor)][1]
+
+    def movers(self, by_parameter: Dictionary[int, Mover]) -> dict[CircuitKey, dict[str, Any]]:
+        """Return which optimizers moved the factors of each circuit, and at what rate.
+
+        Args:
+            by_parameter: Who moved the parameters, by their id.
+
+        Returns:
+            The columns `MOVERS` of each circuit: the names of the optimizers, None if none moved the factor; and the
+            learning rate, None if it is not one for the whole factor.
+        """
+        if self._parameters is None or not by_parameter:
+            return {}
+        known = list(dict.fromkeys(by_parameter.values()))
+        places = {key: float(known.index(mover) + 1) for key, mover in by_parameter.items()}
+
+        def place_of_adapted(weight: AdaptedWeight) -> Entry:
+            return _spread(max((places.get(id(part), 0.0) for _, part in weight.parts), default=0.0), weight)
+
+        read = self._parameters.read(lambda each: _spread(places.get(id(each), 0.0), each), place_of_adapted)
+        found = {}
+        for weights in read.layers():
+            for name, sides in (("QK", (weights.W_K, weights.W_Q)), ("OV", (weights.W_O, weights.W_V))):
+                columns: dict[str, Any] = {}
+                for side, factor in zip(("left", "right"), sides, strict=True):
+                    inside = [] if factor is None else [int(place) for place in factor.unique() if place]
+                    moving = [known[place - 1] for place in inside]
+                    rates = {mover.rate for mover in moving}
+                    names = ", ".join(dict.fromkeys(mover.optimizer for mover in moving))
+                    columns[f"{side}_optimizer"] = names or None
+                    columns[f"{side}_learning_rate"] = rates.pop() if len(rates) == 1 else None
+                found[weights.stack, weights.layer, name] = columns
+        return found
 
     def _in_basis(self, opened: AttentionSource) -> LayersInMemory:
         return LayersInMemory(tuple(weights.in_basis(self._view.basis) for weights in opened.layers()))

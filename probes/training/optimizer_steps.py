@@ -1,10 +1,11 @@
 """Watches the optimizers that move some parameters: their gradients before a step, and when a step is complete."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as Dictionary
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +15,18 @@ from ...circuits.errors import CallError
 from ..step_calls import is_running
 from .gathering import is_spread, local
 from .step_hooks import unwatch_steps, watch_steps
+
+
+class Mover(NamedTuple):
+    """An optimizer that moves a parameter.
+
+    Attributes:
+        optimizer: The name of its class.
+        rate: The learning rate of the parameter's group, as the step begins.
+    """
+
+    optimizer: str
+    rate: float
 
 
 class OptimizerSteps:
@@ -29,6 +42,7 @@ class OptimizerSteps:
 
     Attributes:
         gradients: Copies of the gradients of the step, by the id of the parameter; empty if they were not wanted.
+        movers: Who moves the parameters that had gradients, by the id of the parameter; empty if it was not wanted.
         seen: Whether any optimizer has moved the parameters yet.
         stepped: Whether any optimizer has done so since `forget_step` was called last.
     """
@@ -43,6 +57,7 @@ class OptimizerSteps:
         """
         self.name(named)
         self.gradients: dict[int, Tensor] = {}
+        self.movers: dict[int, Mover] = {}
         self.seen = self.stepped = False
         self._begin, self._end = begin, end
         self._given: list[Optimizer] = []
@@ -107,7 +122,7 @@ class OptimizerSteps:
 
     def forget_step(self) -> None:
         """Forget the step that was taken last, and its gradients; the next optimizer that steps begins a new one."""
-        self.gradients, self.stepped = {}, False
+        self.gradients, self.movers, self.stepped = {}, {}, False
         self._done, self._is_begun = set(), False
 
     def is_trained(self) -> bool:
@@ -157,7 +172,7 @@ class OptimizerSteps:
             self._warn_of(optimizer, own)
         if not self._is_begun:
             # What the step before has left is used by then.
-            self._is_begun, self._wants, self.gradients = True, self._begin(), {}
+            self._is_begun, self._wants, self.gradients, self.movers = True, self._begin(), {}, {}
         if not self._wants:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -233,6 +248,10 @@ class OptimizerSteps:
                 # A gradient that is spread over processes is not divided by a tensor that is not.
                 divisor = 1.0 if scale is None else float(scale) if is_spread(copied) else scale.to(copied.device)
                 self.gradients[key] = copied if scale is None else copied / divisor
+        for group in optimizer.param_groups:
+            mover = Mover(type(optimizer).__name__, float(group.get("lr", math.nan)))
+            moved = (id(parameter) for parameter in group["params"] if id(parameter) in self.gradients)
+            self.movers |= dict.fromkeys(moved, mover)
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[int, Tensor]:
         every = (parameter for group in optimizer.param_groups for parameter in group["params"])

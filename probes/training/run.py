@@ -18,7 +18,7 @@ from ...circuits.weights.source import LayersInMemory
 from .adapter_changes import ADAPTER_QUANTITIES, AdapterChanges
 from .history import History
 from .log_filter import RowLog
-from .model import CircuitKey, LiveModel
+from .model import MOVERS, CircuitKey, LiveModel
 from .store import LiveStore, MemoryStore
 
 #: The quantities of a step by circuit and name, one value for each head.
@@ -101,7 +101,7 @@ class LiveRun:
             step, reference = self._store.reference(start, layers)
             self._reference = self._at(step, reference)
         # Measured before anything is written, so that a wrong call leaves no store behind.
-        self._rows = self._measured(current, {})
+        self._rows = self._measured(current, {}, {})
         if log is not None:
             log.demand_heads(self._rows)
         is_new = self._store.begin(start, reference, self._rows)
@@ -113,19 +113,26 @@ class LiveRun:
             self._store.write(start, self._rows, {})
             self._pass_on()
 
-    def measure(self, step: int, quantities: StepQuantities, scalars: dict[str, float]) -> None:
+    def measure(
+        self,
+        step: int,
+        quantities: StepQuantities,
+        movers: dict[CircuitKey, dict[str, Any]],
+        scalars: dict[str, float],
+    ) -> None:
         """Measure the model after a step, store the rows and pass them on.
 
         Args:
             step: The number of the step.
             quantities: The quantities of the step itself.
+            movers: The columns `MOVERS` of each circuit.
             scalars: Values to store with the step, such as the loss.
 
         Raises:
             QkovError: The weights cannot be read, or the store cannot be written.
         """
         layers = self.model.layers()
-        rows = self._measured(self._at(step, layers), quantities)
+        rows = self._measured(self._at(step, layers), quantities, movers)
         last = self._at(step, LayersInMemory.copied(layers.held))
         self._store.note_untested([vars(untested) for untested in self.model.untested])
         self._store.write(step, rows, scalars)
@@ -151,18 +158,21 @@ class LiveRun:
     def _at(self, step: int, layers: LayersInMemory) -> Opened:
         return Opened(Checkpoint(step, f"{self._name} at step {step}"), layers)
 
-    def _measured(self, current: Opened, quantities: StepQuantities) -> list[dict[str, Any]]:
+    def _measured(
+        self, current: Opened, quantities: StepQuantities, movers: dict[CircuitKey, dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         rows = [row for parts in self._comparable(current) for row in self._rows_of(*parts)]
         adapted = self._adapters.quantities(current.weights.layers())
         columns = dict.fromkeys(column for row in rows for column in row)
         more = dict.fromkeys(name for of_circuit in quantities.values() for name in of_circuit)
-        known = (*columns, *STEP_QUANTITIES, *(ADAPTER_QUANTITIES if adapted else ()), *more)
+        known = (*columns, *STEP_QUANTITIES, *MOVERS, *(ADAPTER_QUANTITIES if adapted else ()), *more)
         missing: dict[str, Any] = dict.fromkeys(known)
         measured = []
         for row in rows:
             key = row["stack"], row["layer"], row["circuit"]
             of_circuit = quantities.get(key, {}) | adapted.get(key, {})
-            measured.append(missing | row | {name: values[row["head"]] for name, values in of_circuit.items()})
+            of_head = {name: values[row["head"]] for name, values in of_circuit.items()}
+            measured.append(missing | row | movers.get(key, {}) | of_head)
         return measured
 
     def _rows_of(self, current: Opened, last: Opened | None, reference: Opened | None) -> list[dict[str, Any]]:

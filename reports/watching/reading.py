@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ...analyses.trajectories.store import LISTS, RunStore
+from ...analyses.trajectories.store import NOT_NUMBERS, RunStore
 from ...circuits.errors import QkovError
 
 #: The most steps whose rows are held; of more, every second one is left out, or three of four, and so on.
@@ -93,7 +93,7 @@ class StoreReader:
         return Reading(description, steps, rows, changed)
 
     def _rows_of(self, step: int) -> pd.DataFrame:
-        return self._store.rows_of(step).drop(columns=list(LISTS), errors="ignore")
+        return self._store.rows_of(step).drop(columns=list(NOT_NUMBERS), errors="ignore")
 
 
 def age_in_words(changed: float | None, now: float | None = None) -> str:

@@ -17,12 +17,13 @@ from accelerate import Accelerator
 from qkov.analyses.trajectories import RunStore
 from qkov.circuits import CallError
 from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
-from qkov.probes import CircuitProbe, log_spaced
+from qkov.probes import CircuitMuon, CircuitProbe, log_spaced
+from qkov.probes.training.model import MOVERS
 from qkov.probes.training.optimizer_steps import OptimizerSteps
 from torch import nn
 from torch.optim import optimizer as optimizer_module
 
-from .circuit_models import Classifier, language_model, loss_of
+from .circuit_models import Classifier, language_loss, language_model, loss_of
 from .test_circuit_probe import dense_gradients, expected_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -547,3 +548,79 @@ def test_the_last_probe_that_is_closed_leaves_no_hook():
     two.close()
     assert len(optimizer_module._global_optimizer_pre_hooks) == 0
     assert len(optimizer_module._global_optimizer_post_hooks) == 0
+
+
+def test_rows_say_which_optimizer_moved_each_factor_and_at_what_rate():
+    model = language_model("llama")
+    attention = model.model.layers[0].self_attn
+    of_query = torch.optim.SGD([attention.q_proj.weight], 0.1)
+    of_key = torch.optim.AdamW(
+        [{"params": [attention.k_proj.weight], "lr": 0.02}, {"params": [attention.o_proj.weight]}], 0.01
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(of_key, 0.5)
+    with pytest.warns(UserWarning, match=r"no optimizer that the probe was given trains .*v_proj"):
+        probe = CircuitProbe(model, every=1, optimizer=[of_query, of_key])
+    with probe:
+        for step in range(2):
+            language_loss(model, step).backward()
+            of_query.step()
+            of_key.step()
+            schedule.step()
+            model.zero_grad()
+    told = probe.table().groupby(["step", "circuit"])[list(MOVERS)].first()
+    for step, rate in ((1, 1.0), (2, 0.5)):
+        assert tuple(told.loc[step, "QK"]) == ("AdamW", 0.02 * rate, "SGD", 0.1)
+        left, left_rate, right, right_rate = told.loc[step, "OV"]
+        assert (left, left_rate) == ("AdamW", 0.01 * rate)
+        assert right is None or pd.isna(right)
+        assert pd.isna(right_rate)
+    assert told.loc[0].isna().all(axis=None)
+
+
+def test_fused_factors_are_moved_by_one_optimizer_and_parts_of_one_factor_by_several():
+    model = language_model("gpt2")
+    first, second = model.transformer.h
+    one = torch.optim.SGD([first.attn.c_attn.weight, first.attn.c_proj.weight], 0.1)
+    two = torch.optim.Adam(second.attn.parameters(), 0.001)
+    others = {id(each) for each in (*one.param_groups[0]["params"], *two.param_groups[0]["params"])}
+    rest = torch.optim.AdamW([each for each in model.parameters() if id(each) not in others], 0.001)
+    with CircuitProbe(model, every=1, optimizer=[one, two, rest]) as probe:
+        language_loss(model, 0).backward()
+        for optimizer in (one, two, rest):
+            optimizer.step()
+    rows = probe.table().query("step == 1")
+    assert set(rows.query("layer == 0")["left_optimizer"]) == {"SGD"}
+    assert set(rows.query("layer == 0")["right_learning_rate"]) == {0.1}
+    assert set(rows.query("layer == 1")["right_optimizer"]) == {"Adam"}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon", "CircuitMuon heads", "CircuitMuon products"])
+def test_steps_of_every_optimizer_are_compared_with_the_exact_step_and_with_omega(name):
+    """Against autograd on dense products: what the optimizer did is taken from the factors before and after."""
+    model = Classifier()
+    make: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
+        "AdamW": lambda: [torch.optim.AdamW(model.parameters(), 0.01)],
+        "SGD": lambda: [torch.optim.SGD(model.parameters(), 0.1)],
+        "Muon": lambda: [
+            torch.optim.Muon([each for each in model.parameters() if each.ndim == 2], 0.01),
+            torch.optim.SGD([each for each in model.parameters() if each.ndim != 2], 0.1),
+        ],
+        "CircuitMuon heads": lambda: [muon := CircuitMuon(model, 0.01), torch.optim.SGD(muon.others, 0.1)],
+        "CircuitMuon products": lambda: [
+            muon := CircuitMuon(model, 0.01, of="products"),
+            torch.optim.SGD(muon.others, 0.1),
+        ],
+    }
+    optimizers, expected = make[name](), {}
+    with CircuitProbe(model, every=1, optimizer=optimizers) as probe:
+        for step in range(1, 3):
+            before = model.factors()
+            gradients = dense_gradients(model, step)
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+            expected[step] = before, model.factors(), gradients
+    assert_figures(probe, expected, tolerance=1e-7)
+    rows = probe.table().query("step > 0")
+    assert set(rows["left_optimizer"]) == {name.split()[0]}
