@@ -248,6 +248,15 @@ def test_heads_of_one_matrix_that_come_to_differ_are_told_under_an_optimizer_of_
     assert rates.scales(muon, model.model.layers[0].self_attn.q_proj.weight)
 
 
+def test_multipliers_of_heads_take_the_memory_of_one_dimension():
+    model = BY_NAME["GPT-2"].model(torch.float64)
+    rates = CircuitRates(sgd(model), model, {(0, 0): 3.0}, 2.0)
+    of_layer = [part for part in rates._scaled if ".0." in part.entries.name]
+    shapes = [part.multipliers.shape if isinstance(part.multipliers, Tensor) else part.multipliers for part in of_layer]
+    # Heads are columns of c_attn, of 24 inputs; the values and the output have one number.
+    assert shapes == [(1, 72), 2.0, 2.0]
+
+
 def test_in_float32_and_on_a_model_that_changes_its_type():
     model = llama()
     optimizer = sgd(model)
