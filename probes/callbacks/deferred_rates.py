@@ -43,7 +43,8 @@ class DeferredRates:
         demand_multipliers(qk, ov)
         if guard is not None:
             demand_guard(guard, guard_by)
-        self._limit, self._guard_by = guard, guard_by
+        self._limit = guard
+        self._guard_by: GuardedBy = guard_by
         self._guard: ScoreGuard | None = None
         self._qk, self._ov, self._biases = qk, ov, biases
         self._options = reading_options(options, dict(reading), ModelKeywords)
