@@ -25,11 +25,11 @@ class BesideRun:
         """
         self.model, self.last_step = model, start
 
-    def measure(self, step: int, quantities: Any, scalars: Any) -> None:  # noqa: ARG002
+    def measure(self, step: int, *_: Any) -> None:
         """Take note of the step."""
         self.last_step = step
 
-    def add_scalars(self, scalars: Any) -> None:
+    def add_scalars(self, *_: Any) -> None:
         """Store nothing."""
 
     def note_failures(self, *_: Any) -> None:

@@ -15,6 +15,7 @@ from qkov.circuits import QkovError, open_model
 from qkov.circuits.algebra.factor_steps import STEP_QUANTITIES
 from qkov.probes import CircuitProbe
 from qkov.probes.training.gathering import Gathering, is_shared, is_spread, local, stand_in
+from qkov.probes.training.model import MOVERS
 
 from ..circuits.adapted_models import NOT_OURS
 from .shared_loop import KINDS, STEPS, optimizer_of
@@ -73,7 +74,8 @@ def test_rows_are_those_of_one_process_alone(folder, alone, kind, way):
     numbers = [name for name in expected if expected[name].dtype.kind == "f" and not name.startswith("training_")]
     assert {*STEP_QUANTITIES, "change_norm", "frobenius_norm"} <= set(numbers)
     assert ("adapter_rank" in numbers) == (kind == "lora")
-    for name in numbers:
+    # Gradients that are handed over by hand are not those that an optimizer finds, so who moves them is not known.
+    for name in [name for name in numbers if way != "hand" or name not in MOVERS]:
         np.testing.assert_allclose(rows[name], expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
     for one, other in zip(rows["singular_values"], expected["singular_values"], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
