@@ -181,7 +181,7 @@ def _steps_of_products(
         if weight is not None and other is not None:
             root = _inverse_root(other if name != "W_V" else other.mT, damping)
             yield name, orthogonalized(direction @ root, iterations) @ root / 2
-    if layer.W_O is not None and layer.W_V is not None:
+    if layer.W_O is not None and layer.W_V is not None and directions.W_O is not None:
         root = _inverse_root(layer.W_V, damping)
         whitened = root @ directions.W_O
         heads, rank, width = whitened.shape

@@ -300,8 +300,8 @@ def test_factors_are_used_only_where_gram_matrices_are_not_accurate(monkeypatch:
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_factors_of_any_type_and_layout_have_the_figures_of_float64(dtype, is_transposed):
     torch.manual_seed(0)
-    pairs = [(drawn(5, 40, 6), drawn(5, 6, 30)) for _ in range(3)]
-    pairs[2] = tuple(start + 1e-2 * change for start, change in zip(pairs[0], pairs[2], strict=True))
+    A, B, G_A, G_B = drawn(5, 40, 6), drawn(5, 6, 30), drawn(5, 40, 6), drawn(5, 6, 30)
+    pairs = [(A, B), (G_A, G_B), (A + 1e-2 * drawn(5, 40, 6), B + 1e-2 * drawn(5, 6, 30))]
     stored = [tuple(each.to(dtype) for each in pair) for pair in pairs]
     if is_transposed:
         stored = [tuple(each.mT.contiguous().mT for each in pair) for pair in stored]

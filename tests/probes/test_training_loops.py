@@ -21,7 +21,6 @@ from qkov.probes import CircuitMuon, CircuitProbe, log_spaced
 from qkov.probes.training.model import MOVERS
 from qkov.probes.training.optimizer_steps import OptimizerSteps
 from torch import nn
-from torch.optim import optimizer as optimizer_module
 
 from .circuit_models import Classifier, language_loss, language_model, loss_of
 from .test_circuit_probe import dense_gradients, expected_figures
@@ -543,11 +542,11 @@ def test_the_last_probe_that_is_closed_leaves_no_hook():
     one, two = CircuitProbe(model), CircuitProbe(model)
     gc.collect()
     for probe in (one, two):
-        assert len(optimizer_module._global_optimizer_pre_hooks) > 0
+        assert len(torch.optim.optimizer._global_optimizer_pre_hooks) > 0
         probe.close()
     two.close()
-    assert len(optimizer_module._global_optimizer_pre_hooks) == 0
-    assert len(optimizer_module._global_optimizer_post_hooks) == 0
+    assert len(torch.optim.optimizer._global_optimizer_pre_hooks) == 0
+    assert len(torch.optim.optimizer._global_optimizer_post_hooks) == 0
 
 
 def test_rows_say_which_optimizer_moved_each_factor_and_at_what_rate():
@@ -569,8 +568,9 @@ def test_rows_say_which_optimizer_moved_each_factor_and_at_what_rate():
             model.zero_grad()
     told = probe.table().groupby(["step", "circuit"])[list(MOVERS)].first()
     for step, rate in ((1, 1.0), (2, 0.5)):
-        assert tuple(told.loc[step, "QK"]) == ("AdamW", 0.02 * rate, "SGD", 0.1)
-        left, left_rate, right, right_rate = told.loc[step, "OV"]
+        rows = told.reset_index().query(f"step == {step}").set_index("circuit")[list(MOVERS)].T.to_dict("list")
+        assert rows["QK"] == ["AdamW", 0.02 * rate, "SGD", 0.1]
+        left, left_rate, right, right_rate = rows["OV"]
         assert (left, left_rate) == ("AdamW", 0.01 * rate)
         assert right is None or pd.isna(right)
         assert pd.isna(right_rate)

@@ -84,7 +84,7 @@ class StepFiles:
             if inside:
                 table = paths_to_table([file.path])
                 if inside != file.steps:
-                    table = table.filter(pc.is_in(table["step"], pa.array(sorted(inside), pa.int64())))
+                    table = table.filter(pc.field("step").isin(sorted(inside)))
                 tables.append(table)
         return pa.concat_tables(tables, promote_options="default")
 
@@ -168,7 +168,7 @@ class StepFiles:
             table = self._open(file.path)
             file.path.rename(folder / file.path.name)
             if stays:
-                self._write_gathered(stays, table.filter(pc.less_equal(table["step"], step)), write)
+                self._write_gathered(stays, table.filter(pc.field("step") <= step), write)
         for number in self._single():
             if number > step:
                 self.path(number).rename(folder / self.path(number).name)
