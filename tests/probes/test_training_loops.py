@@ -21,6 +21,7 @@ from qkov.probes import CircuitMuon, CircuitProbe, log_spaced
 from qkov.probes.training.model import MOVERS
 from qkov.probes.training.optimizer_steps import OptimizerSteps
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .circuit_models import Classifier, language_loss, language_model, loss_of
 from .test_circuit_probe import dense_gradients, expected_figures
@@ -542,11 +543,11 @@ def test_the_last_probe_that_is_closed_leaves_no_hook():
     one, two = CircuitProbe(model), CircuitProbe(model)
     gc.collect()
     for probe in (one, two):
-        assert len(torch.optim.optimizer._global_optimizer_pre_hooks) > 0
+        assert len(_global_optimizer_pre_hooks) > 0
         probe.close()
     two.close()
-    assert len(torch.optim.optimizer._global_optimizer_pre_hooks) == 0
-    assert len(torch.optim.optimizer._global_optimizer_post_hooks) == 0
+    assert len(_global_optimizer_pre_hooks) == 0
+    assert len(_global_optimizer_post_hooks) == 0
 
 
 def test_rows_say_which_optimizer_moved_each_factor_and_at_what_rate():
