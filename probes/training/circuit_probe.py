@@ -253,7 +253,7 @@ class CircuitProbe:
             **scalars: The numbers by name.
 
         Raises:
-            CallError: A value is not a number.
+            CallError: A value is not a number, with `on_error="raise"`.
         """
         if self._is_idle:
             return

@@ -160,6 +160,7 @@ class LiveStore:
         with self._demand_written(f"step {step}"):
             self._store.add_numbers(step, numbers)
             self._write(step, rows)
+        with self._demand_written("the file of many steps"):
             self._store.gather()
 
     def add_numbers(self, step: int, numbers: Dictionary[str, float]) -> None:

@@ -130,6 +130,30 @@ def test_a_store_whose_steps_were_gathered_is_read_resumed_and_killed_as_any_oth
     pd.testing.assert_frame_equal(store.table().query("step < 8"), tables[0], check_like=True)
 
 
+def test_a_reader_finds_all_rows_of_a_store_whose_files_are_gathered_meanwhile(tmp_path, monkeypatch):
+    model = Classifier()
+    train(CircuitProbe(model, tmp_path / "run", every=1), model, 4)
+    store, writer = RunStore(tmp_path / "run"), RunStore(tmp_path / "run")
+    wanted, read, reads = store.table(), store._tables, []
+
+    def late(paths: list[Path]) -> pa.Table:
+        reads.append(len(paths))
+        if len(reads) == 1:
+            monkeypatch.setattr(step_files, "_MOST_FILES", 3)
+            writer.gather()
+        return read(paths)
+
+    monkeypatch.setattr(store, "_tables", late)
+    pd.testing.assert_frame_equal(store.table(), wanted)
+    # The files of five steps, which are gone, and then one file.
+    assert reads == [5, 1]
+    store.path(9).write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(QkovError, match="delete what is damaged"):
+        store.table()
+    with pytest.raises(QkovError, match="steps holds no rows of step 77: measure it, or ask for a step that it holds"):
+        store.rows_of(77)
+
+
 def test_steps_are_moved_aside_out_of_a_gathered_file(tmp_path, monkeypatch):
     monkeypatch.setattr(step_files, "_MOST_FILES", 3)
     model, saved = Classifier(), {}

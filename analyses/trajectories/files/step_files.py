@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ....circuits.errors import named_input
+from ....circuits.errors import QkovError, named_input
 
 #: What stands in a file's name in place of a step that is not known.
 _UNKNOWN = "unknown"
@@ -67,25 +67,40 @@ class StepFiles:
     ) -> pa.Table:
         """Return the rows of some steps, each once.
 
+        A writer may gather the files meanwhile, so that some are no longer there; they are then looked for again.
+
         Args:
             paths_to_table: Returns the rows of files.
             steps: The steps; all by default.
 
         Raises:
-            QkovError: A file is damaged.
+            QkovError: A file is damaged, or there are no rows of these steps.
         """
         wanted = None if steps is None else set(steps)
-        own = [
-            step for step in (*self._single(), *[None] * self.path(None).is_file()) if wanted is None or step in wanted
-        ]
-        tables = [paths_to_table([self.path(step) for step in own])] if own else []
-        for file in self._gathered():
-            inside = file.steps - set(own) if wanted is None else (file.steps - set(own)) & wanted
+        while True:
+            # A step that is gathered between the two looks is in both lists, and not in none.
+            single = [*self._single(), *[None] * self.path(None).is_file()]
+            try:
+                return self._read(paths_to_table, [step for step in single if wanted is None or step in wanted], wanted)
+            except QkovError:
+                if single == [*self._single(), *[None] * self.path(None).is_file()]:
+                    raise
+
+    def _read(
+        self, paths_to_table: Callable[[list[Path]], pa.Table], single: list[int | None], wanted: set[int | None] | None
+    ) -> pa.Table:
+        gathered = self._gathered()
+        tables = [paths_to_table([self.path(step) for step in single])] if single else []
+        for file in gathered:
+            inside = file.steps - set(single) if wanted is None else (file.steps - set(single)) & wanted
             if inside:
                 table = paths_to_table([file.path])
                 if inside != file.steps:
                     table = table.filter(pc.field("step").isin(sorted(inside)))
                 tables.append(table)
+        if not tables:
+            stated = "" if wanted is None else f" of step {', '.join(map(str, wanted))}"
+            raise QkovError(f"{self.folder} holds no rows{stated}: measure it, or ask for a step that it holds")
         return pa.concat_tables(tables, promote_options="default")
 
     def gather(self, write: Write) -> None:
