@@ -27,6 +27,7 @@ import transformers
 from qkov.circuits import open_model
 from qkov.probes import CircuitProbe, CircuitProbeCallback, CircuitProbeLightningCallback
 from torch import distributed
+from torch.distributed.fsdp import fully_shard
 
 from ..probes.circuit_models import language_loss, language_model
 
@@ -148,8 +149,8 @@ def trained(loop: str, *, watched: bool, rank: int = 0) -> tuple[dict[str, Any],
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     elif loop == "FSDP2":
         for block in model.transformer.h:
-            distributed.fsdp.fully_shard(block)
-        distributed.fsdp.fully_shard(model)
+            fully_shard(block)
+        fully_shard(model)
     optimizer: Any = Noting(model)
     given, backward = optimizer, torch.Tensor.backward
     if loop == "accelerate":
@@ -251,8 +252,8 @@ def line(loop: str, rank: int = 0) -> str:
 
 def of_process(loop: str, rank: int, folder: Path) -> None:
     """Train as one of two processes; the first leaves its line in the folder."""
-    store = distributed.FileStore(str(folder / "store"), 2)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
+    meeting = (folder / "store").as_uri()
+    distributed.init_process_group("gloo", meeting, rank=rank, world_size=2, timeout=timedelta(minutes=5))
     said = line(loop, rank)
     if rank == 0:
         (folder / "line.json").write_text(json.dumps(said))
