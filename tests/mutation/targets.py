@@ -154,7 +154,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/training/model.py": _tests(
         "probes", "circuit_probe", "training_loops", "circuit_probe_models", "adapters_in_training", "shared_parameters"
     ),
-    "probes/training/optimizer_steps.py": _tests("probes", "training_loops", "circuit_probe"),
+    "probes/training/optimizer_steps.py": _tests("probes", "training_loops", "circuit_probe", "trainer_callback"),
     "probes/training/run.py": _tests("probes", "circuit_probe", "training_loops", "circuit_probe_store"),
     "probes/training/schedule.py": _tests("probes", "training_loops"),
     "probes/training/store.py": _tests("probes", "circuit_probe_store", "circuit_probe"),
