@@ -298,6 +298,15 @@ def test_several_optimizers_do_what_one_does(guard_by):
         assert torch.equal(one, other)
 
 
+def test_two_heads_of_one_matrix_have_no_rates_of_their_own_either():
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = small("LlamaConfig", vocab_size=VOCABULARY, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    muon = torch.optim.Muon([each for name, each in model.named_parameters() if "proj" in name], lr=LR)
+    with pytest.raises(CallError, match="holds several heads, whose rates a guard lowers one by one"):
+        CircuitRates(muon, model, qk=1.0, guard=100.0)
+
+
 def test_muon_is_clipped_but_its_heads_have_no_rates_of_their_own():
     def llama() -> Any:
         torch.manual_seed(0)
