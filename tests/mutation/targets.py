@@ -114,7 +114,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "probes/health/alarms.py": _tests("probes", "growth_of_scores"),
     "probes/health/attention_health.py": _tests("probes", "attention_health"),
     "probes/health/growth.py": _tests("probes", "growth_of_scores", "guard_of_scores"),
-    "probes/health/history.py": _tests("probes", "attention_health"),
+    "probes/health/history.py": _tests("probes", "attention_health", "growth_of_scores"),
     "probes/health/report.py": _tests("probes", "attention_health"),
     "probes/health/scores.py": _tests("probes", "attention_health"),
     "probes/maps/masks.py": _tests("probes", "attention_probe", "attention_probe_sources", "positions_of_a_probe"),
@@ -145,7 +145,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "reports/watching/reading.py": _tests("reports", "watching"),
     "probes/training/card.py": _tests("probes", "circuit_probe_card"),
     "probes/training/history.py": _tests("probes", "circuit_probe_card"),
-    "probes/training/log_filter.py": _tests("probes", "loggers"),
+    "probes/training/log_filter.py": _tests("probes", "loggers", "wrong_calls"),
     "probes/training/adapter_changes.py": _tests("probes", "adapters_in_training"),
     "probes/training/circuit_probe.py": _tests(
         "probes", "circuit_probe", "training_loops", "circuit_probe_models", "circuit_probe_store"

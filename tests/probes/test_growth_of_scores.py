@@ -8,6 +8,8 @@ import torch
 from qkov.probes import Alarm
 from qkov.probes.health.alarms import in_one_line
 from qkov.probes.health.growth import braking_multiples, growth_rates, holding_multiples, steps_to_limit
+from qkov.probes.health.history import Done, Limits, _Layer
+from qkov.probes.health.scores import LayerScores
 
 GENERATOR = np.random.default_rng(0)
 
@@ -158,3 +160,30 @@ def test_several_alarms_are_told_by_the_first_to_pass():
     assert in_one_line(alarms).endswith("(and 2 other heads)")
     assert in_one_line(alarms[:2]).endswith("(and 1 other head)")
     assert in_one_line(alarms[:1]) == str(alarms[0])
+
+
+def test_growth_at_the_full_rate_counts_the_rates_at_which_the_steps_were_taken():
+    """Scores grow by 0.1 for each step at the full rate; steps at half the rate and of three numbers at once."""
+    told = []
+
+    def decide(scores: torch.Tensor, growth: torch.Tensor) -> Done:
+        told.append(growth)
+        return Done(0.5 * torch.ones_like(scores), torch.ones_like(scores))
+
+    layer = _Layer(Limits(limit=100.0, least=1.0, horizon=50, window=20, kept=20))
+    for step in range(0, 24, 3):
+        largest = torch.tensor([2.0, 5.0], dtype=torch.float64) * math.exp(0.1 * 0.5 * step)
+        states = layer.states(step, LayerScores(largest, torch.ones(2, dtype=torch.float64)), decide)
+    np.testing.assert_allclose(states.growth, [0.05, 0.05], rtol=1e-9)
+    np.testing.assert_allclose(told[-1], [0.1, 0.1], rtol=1e-9)
+
+
+def test_growth_is_known_however_near_the_steps_are():
+    positions = torch.linspace(0, 0.1, 6, dtype=torch.float64)[:, None].expand(6, 2)
+    np.testing.assert_allclose(growth_rates(positions, (0.3 * positions).exp()), [0.3, 0.3], rtol=1e-9)
+
+
+def test_of_alarms_that_pass_at_once_the_larger_score_is_told():
+    small, large = alarm(score=60.0, head=1), alarm(score=80.0, head=2)
+    for alarms in ([small, large], [large, small]):
+        assert in_one_line(alarms) == f"{large} (and 1 other head)"
