@@ -279,6 +279,15 @@ def test_the_number_of_inputs_that_a_tensor_may_stand_for(shape, dtype, position
             assert words in why
 
 
+@pytest.mark.parametrize(("given", "count"), [("one text", 1), (["one text"], 1), (("one", "two", "three"), 3)])
+def test_the_number_of_inputs_is_that_of_texts_where_a_model_is_called_with_them(given, count):
+    source = source_of(nn.MultiheadAttention(8, 2))
+    for maps in (1, 2, 3):
+        layer_map = LayerMap(("", 0), torch.full((maps, 2, 5, 5), 0.2))
+        why = why_in_parts(layer_map, ModelCall(source, {"input": given}))
+        assert (why is None) == (maps == count)
+
+
 def in_order() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], int]]:
     layer = nn.TransformerEncoderLayer(8, 2, 16)
     vectors = torch.randn(5, 3, 8)
