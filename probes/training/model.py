@@ -191,7 +191,10 @@ class LiveModel:
             lambda weight: _spread(float(numbers[weight.label]), weight),
         )
         found = {
-            int(number) for circuit in factors.values() for factor in _factors_in(circuit) for number in factor.unique()
+            int(number)
+            for circuit in factors.values()
+            for factor in _factors_in(circuit)
+            for number in _distinct(factor)
         }
         return dict(made_of[number] for number in sorted(found))
 
@@ -270,7 +273,7 @@ class LiveModel:
             for name, sides in (("QK", (weights.W_K, weights.W_Q)), ("OV", (weights.W_O, weights.W_V))):
                 columns: dict[str, Any] = {}
                 for side, factor in zip(("left", "right"), sides, strict=True):
-                    inside = [] if factor is None else [int(place) for place in factor.unique() if place]
+                    inside = [] if factor is None else [int(place) for place in _distinct(factor) if place]
                     moving = [known[place - 1] for place in inside]
                     rates = {mover.rate for mover in moving}
                     names = ", ".join(dict.fromkeys(mover.optimizer for mover in moving))
@@ -380,6 +383,14 @@ def _gradients_in(copies: Dictionary[int, Tensor] | None) -> Callable[[nn.Parame
 
 def _missing(weight: nn.Parameter | AdaptedWeight) -> Tensor:
     return _spread(torch.nan, weight)
+
+
+def _distinct(numbers: Tensor) -> list[float]:
+    """Return the different entries, looking once at those that share their memory."""
+    for axis, stride in enumerate(numbers.stride()):
+        if stride == 0:
+            numbers = numbers.narrow(axis, 0, 1)
+    return numbers.unique().tolist()
 
 
 def _spread(number: float, weight: nn.Parameter | AdaptedWeight) -> Tensor:
