@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Mapping as Dictionary
 from types import FrameType
@@ -65,7 +66,7 @@ class OptimizerSteps:
         self._done: set[Optimizer] = set()
         self._outer: dict[Optimizer, tuple[FrameType, dict[int, Tensor]]] = {}
         self._wants = self._is_begun = False
-        self._after_step: list[tuple[Tensor, tuple[int, int] | None]] = []
+        self._after_step: list[tuple[Tensor, tuple[weakref.ref[Tensor], int] | None]] = []
 
     def name(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Name the parameters anew, where the model has got others.
@@ -144,7 +145,7 @@ class OptimizerSteps:
     def has_new_gradients(self) -> bool:
         """Return whether there are gradients that were computed after the optimizers' last step."""
         return any(
-            parameter.grad is not None and _state(parameter) != state and bool(local(parameter.grad).any())
+            parameter.grad is not None and _is_new(parameter.grad, state) and bool(local(parameter.grad).any())
             for parameter, state in self._after_step
         )
 
@@ -288,6 +289,11 @@ def listed(optimizer: Any) -> list[Optimizer]:
     return list(dict.fromkeys(map(unwrapped, given)))
 
 
-def _state(parameter: Tensor) -> tuple[int, int] | None:
-    """Return what changes when a gradient is computed anew or added to."""
-    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+def _state(parameter: Tensor) -> "tuple[weakref.ref[Tensor], int] | None":
+    """Return the gradient, which is not kept alive, and what changes when it is added to."""
+    return None if parameter.grad is None else (weakref.ref(parameter.grad), parameter.grad._version)
+
+
+def _is_new(gradient: Tensor, state: "tuple[weakref.ref[Tensor], int] | None") -> bool:
+    """Return whether a gradient was computed or added to since a state; another one may take its place in memory."""
+    return state is None or state[0]() is not gradient or state[1] != gradient._version

@@ -625,3 +625,22 @@ def test_steps_of_every_optimizer_are_compared_with_the_exact_step_and_with_omeg
     assert_figures(probe, expected, tolerance=1e-7)
     rows = probe.table().query("step > 0")
     assert set(rows["left_optimizer"]) == {name.split()[0]}
+
+
+def test_a_gradient_at_the_place_in_memory_of_an_earlier_one_is_new():
+    parameter = nn.Parameter(torch.ones(3))
+    steps = OptimizerSteps([("weight", parameter)], lambda: False, lambda: None)
+    steps.watch()
+    stepping = torch.optim.SGD([parameter], 0.1)
+    places = set()
+    for _ in range(50):
+        parameter.grad = torch.ones(3)
+        places.add(id(parameter.grad))
+        stepping.step()
+        assert not steps.has_new_gradients()
+        parameter.grad = None
+        parameter.grad = torch.ones(3)
+        assert steps.has_new_gradients()
+        places.add(id(parameter.grad))
+    assert len(places) < 100
+    steps.close()
