@@ -171,10 +171,12 @@ def test_growth_at_the_full_rate_counts_the_rates_at_which_the_steps_were_taken(
         return Done(0.5 * torch.ones_like(scores), torch.ones_like(scores))
 
     layer = _Layer(Limits(limit=100.0, least=1.0, horizon=50, window=20, kept=20))
+    growth = []
     for step in range(0, 24, 3):
         largest = torch.tensor([2.0, 5.0], dtype=torch.float64) * math.exp(0.1 * 0.5 * step)
-        states = layer.states(step, LayerScores(largest, torch.ones(2, dtype=torch.float64)), decide)
-    np.testing.assert_allclose(states.growth, [0.05, 0.05], rtol=1e-9)
+        seen = LayerScores(largest, torch.ones(2, dtype=torch.float64))
+        growth.append(layer.states(step, seen, decide).growth)
+    np.testing.assert_allclose(growth[-1], [0.05, 0.05], rtol=1e-9)
     np.testing.assert_allclose(told[-1], [0.1, 0.1], rtol=1e-9)
 
 
