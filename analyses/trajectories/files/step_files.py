@@ -115,8 +115,7 @@ class StepFiles:
         single = self._single()
         if len(single) < 2:
             return
-        rows = max(1, self._open(self.path(single[0])).num_rows) if len(single) < _MOST_FILES else 1
-        if len(single) * rows < _MOST_ROWS and len(single) < _MOST_FILES:
+        if len(single) < _MOST_FILES and len(single) * self._rows_in(self.path(single[0])) < _MOST_ROWS:
             return
         self._write_gathered(single, pa.concat_tables([self._open(self.path(step)) for step in single]), write)
         for step in single:
@@ -208,6 +207,10 @@ class StepFiles:
     def _open(self, path: Path) -> pa.Table:
         with named_input(path, "rows of a run store", "delete it"):
             return pq.read_table(path)
+
+    def _rows_in(self, path: Path) -> int:
+        with named_input(path, "rows of a run store", "delete it"):
+            return pq.read_metadata(path).num_rows
 
     def _columns(self, path: Path) -> list[str]:
         with named_input(path, "rows of a run store", "delete it"):
