@@ -14,7 +14,12 @@ from ..training.optimizer_steps import unwrapped
 
 
 class DeferredRates:
-    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins."""
+    """The arguments of `CircuitRates`, which are checked at once, and the rates from when training begins.
+
+    Attributes:
+        rates: The rates while training goes on.
+        guard: What holds the scores, also after training has ended.
+    """
 
     def __init__(
         self,
@@ -45,32 +50,10 @@ class DeferredRates:
             demand_guard(guard, guard_by)
         self._limit = guard
         self._guard_by: GuardedBy = guard_by
-        self._guard: ScoreGuard | None = None
+        self.guard: ScoreGuard | None = None
         self._qk, self._ov, self._biases = qk, ov, biases
         self._options = reading_options(options, dict(reading), ModelKeywords)
-        self._rates: CircuitRates | None = None
-
-    @property
-    def rates(self) -> CircuitRates:
-        """The rates.
-
-        Raises:
-            CallError: Training has not begun, or it is over.
-        """
-        if self._rates is None:
-            raise CallError("the circuit rates hold while training goes on in this process, which is not now")
-        return self._rates
-
-    @property
-    def guard(self) -> ScoreGuard:
-        """What holds the scores, also after training has ended.
-
-        Raises:
-            CallError: They are not held, or training has not begun.
-        """
-        if self._guard is None:
-            raise CallError("there is no guard: give the callback guard=100.0, and ask for it once training has begun")
-        return self._guard
+        self.rates: CircuitRates | None = None
 
     def begin(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """Create the rates.
@@ -84,7 +67,7 @@ class DeferredRates:
             QkovError: No attention is found.
         """
         self.end()
-        self._rates = CircuitRates(
+        self.rates = CircuitRates(
             [unwrapped(optimizer) for optimizer in optimizers],
             model,
             self._qk,
@@ -94,10 +77,38 @@ class DeferredRates:
             guard_by=self._guard_by,
             options=self._options,
         )
-        self._guard = None if self._limit is None else self._rates.guard
+        self.guard = None if self._limit is None else self.rates.guard
 
     def end(self) -> None:
         """Remove the rates. Calling it again is harmless."""
-        if self._rates is not None:
-            self._rates.remove()
-            self._rates = None
+        if self.rates is not None:
+            self.rates.remove()
+            self.rates = None
+
+
+class HoldsRates:
+    """A callback that holds circuit rates while training goes on."""
+
+    _deferred: DeferredRates
+
+    @property
+    def rates(self) -> CircuitRates:
+        """The rates.
+
+        Raises:
+            CallError: Training has not begun, or it is over.
+        """
+        if self._deferred.rates is None:
+            raise CallError("the circuit rates hold while training goes on in this process, which is not now")
+        return self._deferred.rates
+
+    @property
+    def guard(self) -> ScoreGuard:
+        """What holds the scores, also after training has ended.
+
+        Raises:
+            CallError: They are not held, or training has not begun.
+        """
+        if self._deferred.guard is None:
+            raise CallError("there is no guard: give the callback guard=100.0, and ask for it once training has begun")
+        return self._deferred.guard

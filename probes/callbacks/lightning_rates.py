@@ -5,17 +5,16 @@ from typing import Any, Unpack
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.errors import CallError, QkovError
 from ...circuits.reading.options import ModelKeywords, ReadingOptions
-from ..rates.circuit_rates import CircuitRates
-from ..rates.guard import GuardedBy, ScoreGuard
+from ..rates.guard import GuardedBy
 from ..rates.multipliers import Multipliers
-from .deferred_rates import DeferredRates
+from .deferred_rates import DeferredRates, HoldsRates
 from .lightning import callback_class
 
 _Callback: Any = callback_class()
 _Base: Any = _Callback or object
 
 
-class CircuitRatesLightningCallback(_Base):
+class CircuitRatesLightningCallback(HoldsRates, _Base):
     """Creates `CircuitRates` when training starts, for the optimizers of the module, until training ends or fails.
 
         trainer = lightning.Trainer(callbacks=[CircuitRatesLightningCallback(qk=30.0)])
@@ -60,24 +59,6 @@ class CircuitRatesLightningCallback(_Base):
         if _Callback is None:
             raise QkovError("Lightning is not installed: pip install lightning")
         super().__init__()
-
-    @property
-    def rates(self) -> CircuitRates:
-        """The rates.
-
-        Raises:
-            CallError: Training has not started, or it is over.
-        """
-        return self._deferred.rates
-
-    @property
-    def guard(self) -> ScoreGuard:
-        """What holds the scores, also after training has ended.
-
-        Raises:
-            CallError: They are not held, or training has not started.
-        """
-        return self._deferred.guard
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the rates.

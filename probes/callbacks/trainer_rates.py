@@ -6,13 +6,12 @@ from transformers import TrainerCallback
 
 from ...circuits.architectures.mapping import Mapping
 from ...circuits.reading.options import ModelKeywords, ReadingOptions
-from ..rates.circuit_rates import CircuitRates
-from ..rates.guard import GuardedBy, ScoreGuard
+from ..rates.guard import GuardedBy
 from ..rates.multipliers import Multipliers
-from .deferred_rates import DeferredRates
+from .deferred_rates import DeferredRates, HoldsRates
 
 
-class CircuitRatesCallback(TrainerCallback):
+class CircuitRatesCallback(HoldsRates, TrainerCallback):
     """Creates `CircuitRates` when training begins, for the optimizer that the Trainer makes, until training ends.
 
         trainer = transformers.Trainer(..., callbacks=[CircuitRatesCallback(qk=30.0)])
@@ -50,24 +49,6 @@ class CircuitRatesCallback(TrainerCallback):
             CallError: A multiplier or the guard is not a finite number above 0, or the options do not go together.
         """
         self._deferred = DeferredRates(qk, ov, biases, options, reading, guard, guard_by)
-
-    @property
-    def rates(self) -> CircuitRates:
-        """The rates.
-
-        Raises:
-            CallError: Training has not begun, or it is over.
-        """
-        return self._deferred.rates
-
-    @property
-    def guard(self) -> ScoreGuard:
-        """What holds the scores, also after training has ended.
-
-        Raises:
-            CallError: They are not held, or training has not begun.
-        """
-        return self._deferred.guard
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Create the rates."""
